@@ -1,0 +1,102 @@
+"""A key-value cache whose rows accept different numbers of tokens.
+
+Every row keeps its committed tokens packed in slots 0 .. length-1. A call writes its tokens into the same slots
+[start, start + Q) for all rows, start being at least every row's length; a mask hides what a row must not see. After
+verification the accepted path is copied down to the row's own length, which is a few entries a layer: nothing else
+moves and nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class PackedLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, heads, capacity, head size], allocated when the first token arrives."""
+
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.start = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def empty(states: Tensor) -> Tensor:
+            return states.new_zeros(*states.shape[:2], self.capacity, states.shape[-1])
+
+        self.keys, self.values = empty(key_states), empty(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.start + key_states.shape[-2]
+        self.keys[:, :, self.start : end] = key_states
+        self.values[:, :, self.start : end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.start
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        query = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.start + query, 0
+
+
+class PackedCache(Cache):
+    """The cache of one model for one batch."""
+
+    def __init__(self, layers: int, capacity: int):
+        super().__init__(layers=[PackedLayer(capacity) for _ in range(layers)])
+        self.capacity = capacity
+
+    def write_at(self, start: int) -> None:
+        """The next call writes its Q tokens into the slots from `start` on."""
+        for layer in self.layers:
+            layer.start = start
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots `source` [B, X] to `destination` [B, X]; entries with equal source and destination stay."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                for buffer in (layer.keys, layer.values):
+                    shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                    take = source.to(buffer.device)[:, None, :, None].expand(shape)
+                    put = destination.to(buffer.device)[:, None, :, None].expand(shape)
+                    buffer.scatter_(2, put, buffer.gather(2, take))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the batch rows `rows` [B'] int64."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
+                layer.values = layer.values.index_select(0, rows.to(layer.values.device))
+
+
+def packed_layers(config) -> int:
+    """Number of attention layers of a model whose layers all keep keys and values; others are refused."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ValueError(
+            f"{config.model_type} has layers of kind {', '.join(sorted(odd))}, whose state cannot be rolled back after "
+            "a rejection; use a pair whose layers all keep keys and values"
+        )
+    return config.num_hidden_layers
+
+
+def ancestors(parents: tuple[int, ...]) -> Tensor:
+    """[N, N] bool: entry (i, j) says that j is i itself or one of its ancestors."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node in range(1, len(parents)):
+        mask[node] |= mask[parents[node]]
+    return mask
