@@ -1,0 +1,78 @@
+"""Small folders of traces from made-up rows: every number is what real rows would give, no model is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diversed.data.traces import Shard, write_manifest, write_shard
+from diversed.verifier.head import logit_features
+
+VOCABULARY = 6
+
+
+def synthetic_shard(texts: int, prompt: int = 0, samples: int = 4, hidden: int = 0, weight: float = 0.5, seed: int = 0):
+    """A shard of `texts` texts of 2 to 9 tokens; the reward halves with every substitution where TV is above 0.5."""
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(2, 10, (texts,), generator=generator)
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), length.cumsum(0)])
+    positions = int(start[-1])
+    logits = 2 * torch.randn(2, positions, VOCABULARY, generator=generator)
+    draft, target = logits.softmax(-1)
+    own = torch.multinomial(target, 1, generator=generator)
+    blend = (1 - weight) * target + weight * draft
+    keep = torch.rand(positions, 1, generator=generator) <= blend.gather(1, own) / target.gather(1, own)
+    other = torch.multinomial((draft - target).clamp_min(0) + 1e-12, 1, generator=generator)
+    token, substituted = torch.where(keep, own, other), ~keep.squeeze(1)
+    tv = 0.5 * (draft - target).abs().sum(-1)
+    text = torch.repeat_interleave(torch.arange(texts), length)
+    harm = torch.zeros(texts).index_add(0, text, (substituted & (tv > 0.5)).float())
+    return Shard(
+        start=start,
+        prompt=prompt + torch.arange(texts) // samples,
+        sample=torch.arange(texts) % samples,
+        reward=0.5**harm,
+        finished=torch.ones(texts, dtype=torch.bool),
+        token=token.squeeze(1).int(),
+        target_prob=target.gather(1, token).squeeze(1),
+        draft_prob=draft.gather(1, token).squeeze(1),
+        tv=tv,
+        weight=torch.full((positions,), weight),
+        substituted=substituted,
+        features=logit_features(draft, target),
+        hidden=torch.randn(positions, hidden, generator=generator).half() if hidden else None,
+    )
+
+
+def synthetic_traces(
+    folder: Path, prompts: int = 8, samples: int = 4, shards: int = 2, hidden=(0, 0), weight: float = 0.5, seed: int = 0
+) -> Path:
+    """A complete folder of traces; `hidden` are the sizes (draft, target), stored where they are not 0."""
+    per_shard = prompts // shards
+    entries = [
+        write_shard(
+            folder,
+            index,
+            synthetic_shard(per_shard * samples, index * per_shard, samples, sum(hidden), weight, 1000 * seed + index),
+        )
+        for index in range(shards)
+    ]
+    manifest = {
+        "complete": True,
+        "target": {"name": "made-up target", "hash": "t", "hidden_size": hidden[1] or 5},
+        "draft": {"name": "made-up draft", "hash": "d", "hidden_size": hidden[0] or 3},
+        "tokenizer": "k",
+        "vocab": VOCABULARY,
+        "sampling": {"temperature": 1.0},
+        "relaxation": f"ensemble:{weight}",
+        "task": "made-up",
+        "metric": "score",
+        "seed": seed,
+        "prompts": per_shard * shards,
+        "samples": samples,
+        "unit": per_shard,
+        "shards": entries,
+        "versions": {},
+    }
+    write_manifest(folder, manifest)
+    return folder
