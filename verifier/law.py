@@ -59,9 +59,9 @@ class Verdict:
 
 def draw(law: Law, uniform: Tensor) -> Verdict:
     """The verdict that `uniform` [B, 2] in [0, 1) selects: first the stopping node, then the extra token."""
-    node = _inverse_cdf(law.stop, uniform[:, 0])
+    node = inverse_cdf(law.stop, uniform[:, :1]).squeeze(-1)
     rows = law.next[torch.arange(len(node), device=node.device), node]
-    return Verdict(node=node, token=_inverse_cdf(rows, uniform[:, 1]))
+    return Verdict(node=node, token=inverse_cdf(rows, uniform[:, 1:]).squeeze(-1))
 
 
 def expected_length(law: Law, parents: tuple[int, ...]) -> Tensor:
@@ -77,13 +77,14 @@ def depths(parents: tuple[int, ...]) -> list[int]:
     return depth
 
 
-def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Index [B] where the cumulative sum of `probabilities` [B, X] first exceeds `uniform` [B] times the total.
+def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:
+    """Indices [..., M] that `uniform` [..., M] in [0, 1) selects from `rows` [..., X], which need not be normalised.
 
-    Never returns an index of probability zero: the comparison is strict and the sum is rescaled by its own total,
-    so that rounding of the last partial sum cannot select a token outside the support.
+    The first index whose cumulative sum exceeds uniform times the total; never one of probability zero, because the
+    comparison is strict and the threshold stays below the total however it rounds. Sums are float64: a float32 sum over
+    a vocabulary of 100,000 is off by more than its rarest tokens' probability.
     """
-    cumulative = probabilities.double().cumsum(-1)
-    index = torch.searchsorted(cumulative, (uniform.double() * cumulative[:, -1]).unsqueeze(-1), right=True)
-    last = (probabilities > 0).long().cumsum(-1).argmax(-1)
-    return torch.minimum(index.squeeze(-1), last)
+    cumulative = rows.double().cumsum(-1)
+    total = cumulative[..., -1:]
+    threshold = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold.contiguous(), right=True).clamp_max(rows.shape[-1] - 1)
