@@ -58,40 +58,56 @@ class PackedCache(Cache):
     def __init__(self, layers: int, capacity: int):
         super().__init__(layers=[PackedLayer(capacity) for _ in range(layers)])
         self.capacity = capacity
+        self.positions: Tensor | None = None
 
-    def write_at(self, start: int) -> None:
-        """The next call writes its Q tokens into the slots from `start` on."""
+    def write_at(self, start: int, positions: Tensor) -> Tensor:
+        """The next call writes tokens of these positions [B, Q] into the slots from `start` on.
+
+        Returns [B, start + Q], the position of the token in every slot up to there.
+        """
+        if self.positions is None:
+            self.positions = positions.new_zeros(len(positions), self.capacity)
+        end = start + positions.shape[1]
+        if end > self.capacity:
+            raise AssertionError(f"cache of {self.capacity} slots was asked for {end}")
         for layer in self.layers:
             layer.start = start
+        self.positions[:, start:end] = positions
+        return self.positions[:, :end]
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` [B, X] to `destination` [B, X]; entries with equal source and destination stay."""
+        """Copy slots `source` [B, X] to `destination` [B, X]; a destination named twice must get one source."""
+        if self.positions is None:
+            return
+        self.positions.scatter_(1, destination, self.positions.gather(1, source))
         for layer in self.layers:
-            if layer.is_initialized:
-                for buffer in (layer.keys, layer.values):
-                    shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                    take = source.to(buffer.device)[:, None, :, None].expand(shape)
-                    put = destination.to(buffer.device)[:, None, :, None].expand(shape)
-                    buffer.scatter_(2, put, buffer.gather(2, take))
+            for buffer in (layer.keys, layer.values):
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                take = source.to(buffer.device)[:, None, :, None].expand(shape)
+                put = destination.to(buffer.device)[:, None, :, None].expand(shape)
+                buffer.scatter_(2, put, buffer.gather(2, take))
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` [B'] int64."""
+        if self.positions is None:
+            return
+        self.positions = self.positions.index_select(0, rows)
         for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
-                layer.values = layer.values.index_select(0, rows.to(layer.values.device))
+            layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
+            layer.values = layer.values.index_select(0, rows.to(layer.values.device))
 
 
-def packed_layers(config) -> int:
-    """Number of attention layers of a model whose layers all keep keys and values; others are refused."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+def attention_layers(config) -> tuple[int, set[str], int | None]:
+    """(number of layers, kinds of attention, window in tokens or None); layers without keys and values are refused."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
         raise ValueError(
             f"{config.model_type} has layers of kind {', '.join(sorted(odd))}, whose state cannot be rolled back after "
             "a rejection; use a pair whose layers all keep keys and values"
         )
-    return config.num_hidden_layers
+    return config.num_hidden_layers, kinds, window if "sliding_attention" in kinds else None
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:

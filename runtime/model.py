@@ -1,0 +1,249 @@
+"""A causal language model with a cache: (tokens, positions, visible slots) -> logits and last hidden states.
+
+The only file that knows how transformers is called. A pair is refused here, before any work, when its two models do
+not read the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .cache import PackedCache, attention_layers
+
+PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits: [B, Q, V] over the pair's shared vocabulary; hidden: [B, Q, H] after the final norm, or None."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+class Model:
+    """One Hugging Face causal model, frozen."""
+
+    def __init__(self, module, name: str, vocab: int | None = None):
+        self.module = module.eval().requires_grad_(False)
+        self.name = name
+        self.config = module.config.get_text_config()
+        self.vocab = vocab or self.config.vocab_size
+        self.hidden_size: int = self.config.hidden_size
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.layers, self.kinds, self.window = attention_layers(self.config)
+        names = inspect.signature(module.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._can_slice = "logits_to_keep" in names
+        self._hash: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+    @property
+    def hash(self) -> str:
+        """Fingerprint of architecture and weights: up to 256 evenly spaced entries of every tensor, rounded to bfloat16.
+
+        Equal for the same checkpoint loaded in float32 or bfloat16; cheap for models of any size.
+        """
+        if self._hash is None:
+            digest = hashlib.sha256(type(self.module).__name__.encode())
+            for name, value in sorted(self.module.state_dict().items()):
+                digest.update(f"{name}{tuple(value.shape)}".encode())
+                flat = value.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // 256)][:256].to("cpu", torch.float32).bfloat16()
+                digest.update(sample.view(torch.int16).numpy().tobytes())
+            self._hash = digest.hexdigest()[:16]
+        return self._hash
+
+    def cache(self, capacity: int) -> PackedCache:
+        """An empty cache with room for `capacity` tokens a row."""
+        return PackedCache(self.layers, capacity)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: PackedCache | None, start: int = 0,
+        hidden: bool = False, last_only: bool = False,
+    ) -> Output:
+        """Run the model once, without gradients.
+
+        tokens:    [B, Q] int64.
+        positions: [B, Q] int64, position of each token in its text.
+        visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included.
+        start:     first slot written.
+        hidden:    also return the last hidden states.
+        last_only: logits of the last token alone, [B, 1, V]: a prefill needs none.
+        """
+        device = self.device
+        tokens, positions, visible = tokens.to(device), positions.to(device), visible.to(device)
+        extra = {"logits_to_keep": 1} if last_only and self._can_slice else {}
+        slots = positions
+        if cache is not None:
+            slots = cache.write_at(start, positions)
+            extra |= {self._cache_name: cache, "use_cache": True}
+        with torch.inference_mode():
+            out = self.module(
+                input_ids=tokens, position_ids=positions, attention_mask=self._mask(visible, positions, slots),
+                output_hidden_states=hidden, return_dict=True, **extra,
+            )
+        logits = out.logits[:, -1:] if last_only else out.logits
+        return Output(logits[..., : self.vocab], out.hidden_states[-1] if hidden else None)
+
+    def _mask(self, visible: Tensor, positions: Tensor, slots: Tensor):
+        """Float 4D masks [B, 1, Q, slots] of 0 and the most negative number: a bool mask is silently wrong with eager.
+
+        slots: [B, start + Q] position of the token in each slot, for layers that see only a window of tokens back.
+        """
+        if not self.window:
+            return self._additive(visible)
+        near = self._additive(visible & (positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window))
+        if "full_attention" not in self.kinds:
+            return near
+        return {"full_attention": self._additive(visible), "sliding_attention": near}
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft and a target that read the same tokens.
+
+    vocab: size of the vocabulary that both share; padded entries beyond it are cropped from every row.
+    eos:   ids that end a text.
+    """
+
+    target: Model
+    draft: Model
+    tokenizer: object
+    vocab: int
+    eos: tuple[int, ...]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return _tokenizer_hash(self.tokenizer)
+
+
+def load_pair(
+    target: str = "sums-target", draft: str = "sums-draft", dtype: str = "auto", device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Pair:
+    """Load a draft and a target; refuse them, saying why, unless they share a tokenizer and vocabulary.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        dtype: auto (as stored; float32 on a CPU for half-precision checkpoints of the packaged pair), float32,
+            bfloat16 or float16.
+        device: where both run, e.g. cpu, cuda, cuda:1; `auto` spreads them with device_map.
+        trust_remote_code: run model code that comes with the checkpoint.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    tokenizers = [_load_tokenizer(name, trust_remote_code) for name in (target, draft)]
+    _same_tokenizer(*tokenizers, target, draft)
+    modules = [_load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
+    return make_pair(*modules, tokenizers[0], names=(target, draft))
+
+
+def make_pair(target, draft, tokenizer, names: tuple[str, str] = ("target", "draft")) -> Pair:
+    """A pair from two Hugging Face modules already in memory and the tokenizer that they share."""
+    sizes = [module.config.get_text_config().vocab_size for module in (target, draft)]
+    vocab = min(sizes)
+    if len(tokenizer) > vocab:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the target's rows have {sizes[0]} and the draft's {sizes[1]}; "
+            "both models must score every token: choose a draft of the same family"
+        )
+    target, draft = (Model(module, name, vocab) for module, name in zip((target, draft), names, strict=True))
+    return Pair(target, draft, tokenizer, vocab, _end_tokens(target.module, tokenizer))
+
+
+def _end_tokens(module, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a text, by the model's generation config and the tokenizer."""
+    found: set[int] = set()
+    for value in (getattr(module.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        found |= set(value) if isinstance(value, list | tuple) else {value} - {None}
+    return tuple(sorted(found))
+
+
+def _split(name: str) -> tuple[str, dict]:
+    """A model's name -> (folder or hub name, keyword arguments that transformers needs to read it)."""
+    if name in PACKAGED:
+        return str(Path(__file__).parent.parent / "assets" / "pair" / PACKAGED[name]), {}
+    if name.endswith(".gguf"):
+        return str(Path(name).parent), {"gguf_file": Path(name).name}
+    return name, {}
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool):
+    from transformers import AutoTokenizer
+
+    return _loaded(name, "tokenizer", AutoTokenizer, trust_remote_code=trust_remote_code)
+
+
+def _load_module(name: str, dtype: str, device: str, trust_remote_code: bool):
+    from transformers import AutoModelForCausalLM
+
+    keywords = {"dtype": DTYPES["float32" if name in PACKAGED and dtype == "auto" else dtype]}
+    if name.endswith(".gguf"):
+        from transformers import GgufConfig
+
+        keywords |= {"quantization_config": GgufConfig(dequantize=True)}
+        if dtype == "auto":
+            keywords["dtype"] = torch.bfloat16
+    if device == "auto":
+        return _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, device_map="auto", **keywords)
+    module = _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords)
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}") from error
+
+
+def _loaded(name: str, kind: str, auto, **keywords):
+    """`auto.from_pretrained(name)` with one sentence for everything that can be wrong with the name."""
+    where, extra = _split(name)
+    looks_local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    if looks_local and not Path(where).exists():
+        raise FileNotFoundError(f"no {kind} at {name}: the folder does not exist")
+    if extra and not (Path(where) / extra["gguf_file"]).is_file():
+        raise FileNotFoundError(f"no {kind} at {name}: the file does not exist")
+    try:
+        return auto.from_pretrained(where, **keywords, **extra)
+    except ImportError as error:
+        raise ValueError(f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
+
+
+def _same_tokenizer(target, draft, target_name: str, draft_name: str) -> None:
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    different = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
+    example = different[0]
+    raise ValueError(
+        f"the target {target_name} and the draft {draft_name} do not share a tokenizer: {len(different)} tokens differ, "
+        f"for example {example!r} is {ours.get(example, 'absent')} in the target's and {theirs.get(example, 'absent')} in "
+        "the draft's; choose a draft of the same family"
+    )
+
+
+def _tokenizer_hash(tokenizer) -> str:
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
