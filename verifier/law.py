@@ -9,7 +9,7 @@ L draft length (depth), K paths, M children per node, T text positions, H hidden
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,15 +22,20 @@ class DraftTree:
     tokens:  [B, N] int64; node 0 is the root, the last committed token; -1 where a row lacks that child.
     parents: N ints shared by the batch; parents[0] == -1 and parents[i] < i.
     draft:   [B, N, V] probabilities of the draft model at each node; all-zero rows where the draft was not run.
-    target:  [B, N, V] probabilities of the target model at each node.
+    target:  [B, N, V] probabilities of the target model at each node; all-zero rows where the target was not run.
+    pruned:  [B, N] bool or None; nodes that were drafted but whose target row was never computed.
 
     K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge them.
+    A pruned node keeps its token as a mark, because the draw happened and the law must know its outcome: its mass is
+    emitted as an extra token at its parent. To mark it absent (-1) instead would bias the text. `validate` sets
+    `pruned` for drafted nodes whose target row is all zeros.
     """
 
     tokens: Tensor
     parents: tuple[int, ...]
     draft: Tensor
     target: Tensor
+    pruned: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,45 @@ def expected_length(law: Law, parents: tuple[int, ...]) -> Tensor:
     return law.stop @ torch.tensor(depths(parents), dtype=law.stop.dtype, device=law.stop.device)
 
 
+def validate(tree: DraftTree) -> DraftTree:
+    """The tree itself if its shapes and rows are sound, else ValueError; drafted nodes without a target row are pruned.
+
+    Reads every row twice (its sum, its minimum) and waits for the device once.
+    """
+    _validate_shapes(tree)
+    drafted = tree.tokens[:, 1:]
+    empty, flags = {}, [((drafted >= -1) & (drafted < tree.target.shape[2])).all()]
+    for name in ("target", "draft"):
+        rows = getattr(tree, name)
+        half = rows.dtype.itemsize == 2
+        total = rows.sum(-1, dtype=torch.float32 if half else rows.dtype)
+        empty[name] = total == 0
+        # an entry of a bfloat16 row is off by at most 2^-9 of itself, and so is the sum
+        unit = (total - 1).abs() <= (2e-2 if half else 1e-3)
+        flags += [total.isfinite().all(), rows.amin() >= 0, (unit | empty[name]).all()]
+    pruned = empty["target"] & (tree.tokens >= 0)
+    flags += [~empty["target"][:, 0].any(), ~pruned.any()]
+    *sound, whole = torch.stack(flags).tolist()
+    for good, sentence in zip(sound, _SENTENCES, strict=True):
+        if not good:
+            raise ValueError(sentence)
+    if whole:
+        return tree
+    return replace(tree, pruned=pruned if tree.pruned is None else pruned | tree.pruned)
+
+
+_SENTENCES = [
+    "`tokens` must lie in 0..V-1, or be -1 for an absent child, got others below the root; check the vocabulary",
+    "`target` must hold probabilities, got NaN or infinite entries; look at the model's logits",
+    "`target` must hold probabilities, got negative entries; if these are logits, apply a softmax",
+    "`target` must hold rows that sum to 1 or are all zero, got other sums; renormalise the rows",
+    "`draft` must hold probabilities, got NaN or infinite entries; look at the model's logits",
+    "`draft` must hold probabilities, got negative entries; if these are logits, apply a softmax",
+    "`draft` must hold rows that sum to 1 or are all zero, got other sums; renormalise the rows",
+    "`target` must have a row at the root, got zeros; the target model runs on the root always",
+]
+
+
 def depths(parents: tuple[int, ...]) -> list[int]:
     """Depth of every node; the root has depth 0."""
     depth = [0] * len(parents)
@@ -88,3 +132,30 @@ def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[..., -1:]
     threshold = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, threshold.contiguous(), right=True).clamp_max(rows.shape[-1] - 1)
+
+
+def _validate_shapes(tree: DraftTree) -> None:
+    shape = tuple(tree.target.shape)
+    if len(shape) != 3:
+        raise ValueError(f"`target` must be [B, N, V], got {list(shape)}; a single row is [1, 1, V]")
+    if tuple(tree.draft.shape) != shape:
+        raise ValueError(
+            f"`draft` must be [B, N, V] like `target` {list(shape)}, got {list(tree.draft.shape)}; "
+            "do both models share a tokenizer?"
+        )
+    if tree.draft.dtype != tree.target.dtype or not tree.target.is_floating_point():
+        raise ValueError(
+            f"`draft` and `target` must share one float dtype, got {tree.draft.dtype} and {tree.target.dtype}; cast one"
+        )
+    if tuple(tree.tokens.shape) != shape[:2]:
+        raise ValueError(
+            f"`tokens` must be [B, N] like `target` {list(shape[:2])}, got {list(tree.tokens.shape)}; "
+            "one token a node, the root's included"
+        )
+    parents = tree.parents
+    sound = isinstance(parents, tuple) and len(parents) == shape[1] and parents[0] == -1
+    if not sound or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+        raise ValueError(
+            f"`parents` must be a tuple of {shape[1]} ints, -1 first and then parents[i] < i, got {parents}; "
+            "number the nodes so that parents come first"
+        )

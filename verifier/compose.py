@@ -1,0 +1,230 @@
+"""Vertical compositions: a plan for the children of one node becomes the law of a whole tree.
+
+top_down(plan)      every level on its own: walk down, child j with probability P[j], stop with probability sum(r).
+conditional(plan)   levels are coupled: the mass of a child is P[j] / (1 - sum of P[i] over earlier children); then,
+                    children before their parent, each node fires with probability sum(r) / (sum(r) + null), a leaf with
+                    its mass. The first node to fire is where the path ends. (Sun 2025; Weng 2025, arXiv 2505.12398.)
+
+The tree is walked level by level. Nodes of a level that have equally many children form a family and go through the
+plan together; there is no loop over requests, nodes of a family or the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .law import DraftTree, Law, depths
+from .plans import Plan, Share
+
+
+def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
+    """The law of walking down from the root; `merge` joins equal prefixes of K paths and keeps their multiplicity."""
+
+    def law(tree: DraftTree) -> Law:
+        walk = _walk(tree, plan, merge, coupled=False)
+        reach = _column(tree, 1.0)
+        for family, accept in zip(walk.families, walk.accept, strict=True):
+            mass = reach[:, family.nodes].unsqueeze(-1) * accept
+            reach.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
+        return Law(stop=(reach * walk.emit)[:, :-1], next=walk.next)
+
+    return law
+
+
+def conditional(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
+    """The law of the first node to fire in post-order; `merge` joins equal prefixes of K paths."""
+
+    def law(tree: DraftTree) -> Law:
+        walk = _walk(tree, plan, merge, coupled=True)
+        size = walk.emit + walk.null
+        sound = size > 0
+        fire = torch.where(sound, walk.emit / size, 1.0)
+        silent = torch.where(sound, walk.null / size, 0.0)
+        silent[:, -1] = 1
+        before, after = torch.ones_like(fire), torch.ones_like(fire)
+        for family in reversed(walk.families):
+            quiet = _take(silent, family.children, family).prod(-1)
+            after[:, family.nodes] = quiet
+            silent[:, family.nodes] *= quiet
+        for family in walk.families:
+            earlier = _take(silent, family.children, family).cumprod(-1)
+            earlier = torch.cat([torch.ones_like(earlier[..., :1]), earlier[..., :-1]], -1)
+            mass = before[:, family.nodes].unsqueeze(-1) * earlier
+            before.scatter_(1, family.children.expand_as(family.tokens).flatten(1), mass.flatten(1))
+        return Law(stop=(before * fire * after)[:, :-1], next=walk.next)
+
+    return law
+
+
+@dataclass(frozen=True)
+class Family:
+    """n nodes of one level with M children each; node N stands for "no child here".
+
+    nodes:    [n] int64.
+    children: [B or 1, n, M] int64, in drawing order.
+    homes:    like `children`, each child replaced by the first node with the same prefix.
+    tokens:   [B, n, M] int64, -1 where absent.
+    """
+
+    nodes: Tensor
+    children: Tensor
+    homes: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What the plans said: per family accept [B, n, M]; emit and null [B, N + 1]; next [B, N, V]."""
+
+    families: list[Family]
+    accept: list[Tensor]
+    emit: Tensor
+    null: Tensor
+    next: Tensor
+
+
+def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool) -> _Walk:
+    """One pass from the root down. `coupled` hands each node its own mass, otherwise every node is given 1."""
+    branched = chains(tree.parents) if merge else None
+    families = _merged(tree, *branched) if branched and branched[1] else _plain(tree)
+    given = _column(tree, 1.0)
+    emit, null = torch.zeros_like(given), torch.zeros_like(given)
+    next_rows = torch.empty_like(tree.target)
+    accepts = []
+    for family in families:
+        target, draft = _rows(tree.target, family.nodes), _rows(tree.draft, family.nodes)
+        mass = given[:, family.nodes] if coupled else torch.ones_like(given[:, family.nodes])
+        share = _prune(plan(target, draft, mass, family.tokens), family, tree.pruned)
+        _write(next_rows, family.nodes, share.next)
+        emit[:, family.nodes], null[:, family.nodes] = share.emit, share.null
+        accepts.append(share.accept)
+        if coupled:
+            # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
+            later = share.accept.flip(-1).cumsum(-1).flip(-1) + (share.emit + share.null).unsqueeze(-1)
+            mass = torch.where(later > 0, share.accept / later, 0)
+            given.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
+    leaves = _leaves(tree.parents, tree.tokens.device)
+    _write(next_rows, leaves, _rows(tree.target, leaves))
+    mass = given[:, leaves] if coupled else torch.ones_like(given[:, leaves])
+    emit[:, leaves], null[:, leaves] = mass, 1 - mass
+    return _Walk(families, accepts, emit, null, next_rows)
+
+
+def _prune(share: Share, family: Family, pruned: Tensor | None) -> Share:
+    """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it was, token by token."""
+    if pruned is None:
+        return share
+    known = torch.cat([pruned, torch.zeros_like(pruned[:, :1])], -1)
+    moved = torch.where(_take(known, family.homes, family), share.accept, 0)
+    emit = share.emit + moved.sum(-1)
+    scale = torch.where(emit > 0, 1 / emit, 0).unsqueeze(-1)
+    rows = share.next * (share.emit.unsqueeze(-1) * scale)
+    rows.scatter_add_(-1, family.tokens.clamp(min=0), moved * scale)
+    return Share(accept=share.accept - moved, emit=emit, next=rows, null=share.null)
+
+
+@lru_cache(maxsize=256)
+def chains(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
+    """(trunk, paths) when the tree is K >= 2 chains of equal length that hang from one node, else None.
+
+    The trunk ends with the node that the paths hang from; a single chain is all trunk and has no paths.
+    """
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    trunk = [0]
+    while len(children[trunk[-1]]) == 1:
+        trunk += children[trunk[-1]]
+    paths = [[node] for node in children[trunk[-1]]]
+    for path in paths:
+        while len(children[path[-1]]) == 1:
+            path += children[path[-1]]
+        if children[path[-1]]:
+            return None
+    if len({len(path) for path in paths}) > 1:
+        return None
+    return tuple(trunk), tuple(map(tuple, paths))
+
+
+def prefix_homes(tree: DraftTree, paths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """[B, K, L] int64: for every node of K paths the first path (0..K-1) that shares its prefix."""
+    tokens = tree.tokens[:, torch.tensor(paths, device=tree.tokens.device)]
+    same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).cumprod(-1)
+    return same.argmax(2)
+
+
+def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...], ...]) -> list[Family]:
+    """Families of K paths joined by prefix: below the branch, one family a level, its children differ by request."""
+    size, device = len(tree.parents), tree.tokens.device
+    homes = prefix_homes(tree, paths)
+    grid = torch.tensor(paths, device=device)
+    families = [_family(tree, [node], [[child]]) for node, child in zip(trunk, trunk[1:], strict=False)]
+    branch = _family(tree, [trunk[-1]], [[path[0] for path in paths]])
+    first = grid[:, 0][homes[:, :, 0]].unsqueeze(1)
+    families.append(Family(branch.nodes, branch.children, first, branch.tokens))
+    for level in range(1, len(paths[0])):
+        mine = homes[:, None, :, level - 1] == torch.arange(len(paths), device=device)[:, None]
+        mine = mine & (tree.tokens[:, grid[:, level]] >= 0).unsqueeze(1)
+        order = (~mine).to(torch.uint8).argsort(dim=-1, stable=True)
+        # the most children any node has; on a GPU the shape stays K, so that nothing waits for the device
+        most = len(paths) if mine.is_cuda else max(1, int(mine.sum(-1).max()))
+        order = order[..., :most]
+        here = mine.gather(-1, order)
+        children = torch.where(here, grid[:, level][order], size)
+        home = grid[:, level][homes[:, :, level]]
+        home = torch.where(here, home.unsqueeze(1).expand_as(mine).gather(-1, order), size)
+        tokens = tree.tokens[:, grid[:, level]].unsqueeze(1).expand_as(mine).gather(-1, order)
+        families.append(Family(grid[:, level - 1], children, home, torch.where(here, tokens, -1)))
+    return families
+
+
+def _plain(tree: DraftTree) -> list[Family]:
+    return [_family(tree, nodes, children) for nodes, children in _groups(tree.parents)]
+
+
+def _family(tree: DraftTree, nodes: list[int], children: list[list[int]]) -> Family:
+    where = torch.tensor(children, device=tree.tokens.device)
+    index = where.unsqueeze(0)
+    return Family(torch.tensor(nodes, device=where.device), index, index, tree.tokens[:, where])
+
+
+@lru_cache(maxsize=256)
+def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:
+    """(nodes, their children) by depth, then by number of children; leaves are left out."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for node, depth in enumerate(depths(parents)):
+        if children[node]:
+            groups.setdefault((depth, len(children[node])), []).append(node)
+    return [(nodes, [children[node] for node in nodes]) for _, nodes in sorted(groups.items())]
+
+
+def _leaves(parents: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sorted(set(range(len(parents))) - set(parents)), device=device)
+
+
+def _column(tree: DraftTree, root: float) -> Tensor:
+    """[B, N + 1] zeros with `root` at the root; the last column is "no child here"."""
+    column = tree.target.new_zeros(len(tree.tokens), len(tree.parents) + 1)
+    column[:, 0] = root
+    return column
+
+
+def _take(column: Tensor, index: Tensor, family: Family) -> Tensor:
+    """[B, n, M] entries of `column` [B, N + 1] at `index` [B or 1, n, M]."""
+    return column.gather(1, index.expand_as(family.tokens).flatten(1)).view_as(family.tokens)
+
+
+def _rows(rows: Tensor, nodes: Tensor) -> Tensor:
+    return rows[:, nodes]
+
+
+def _write(rows: Tensor, nodes: Tensor, values: Tensor) -> None:
+    rows[:, nodes] = values

@@ -1,0 +1,118 @@
+"""The verification methods: name -> Method. A new one is a plan (or a file) and one line in this dict.
+
+Tests, the evaluation and the benchmarks loop over METHODS and pick a new entry up by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from importlib import import_module
+
+import torch
+
+from . import plans
+from .compose import conditional, top_down
+from .law import DraftTree, Law, validate
+from .multipath import greedy_multipath_block
+
+DRAFTINGS = ("chain", "paths", "with_replacement", "without_replacement", "greedy")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A law and the way its tree must be drawn.
+
+    law:       what is given: any function from a tree to its law. What is kept: the same, after `validate`.
+    drafting:  the drafting law it is used with, one of DRAFTINGS.
+    exact_for: all drafting laws it is exact for; a delayed tree counts as the law below its trunk.
+    unchecked: the law without validation, which waits for no device; for loops whose rows are known to be sound.
+    """
+
+    law: Callable[[DraftTree], Law]
+    drafting: str
+    exact_for: tuple[str, ...] = ()
+    unchecked: Callable[[DraftTree], Law] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        given = self.law
+        exact_for = self.exact_for or (self.drafting,)
+        for drafting in (self.drafting, *exact_for):
+            _known("drafting law", drafting, DRAFTINGS)
+        object.__setattr__(self, "exact_for", exact_for)
+        object.__setattr__(self, "unchecked", lambda tree: _in_single_precision(given, tree))
+        object.__setattr__(self, "law", lambda tree: self.unchecked(validate(tree)))
+
+    def require(self, drafting: str) -> None:
+        """ValueError unless this method is exact for trees drawn by `drafting`."""
+        _known("drafting law", drafting, DRAFTINGS)
+        if drafting not in self.exact_for:
+            raise ValueError(
+                f"`drafting` must be one this method is exact for ({', '.join(self.exact_for)}), got {drafting}; "
+                "another pair would change the law of the text"
+            )
+
+
+def method(name: str) -> Method:
+    """The method called `name`, or the one that `package.module:NAME` points to."""
+    if ":" in name:
+        return _imported(name)
+    return METHODS[_known("method", name.replace("-", "_"), METHODS)]
+
+
+def _imported(name: str) -> Method:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"method {name!r} must be package.module:NAME, got an import that fails: {error}") from None
+    if not isinstance(found, Method):
+        raise ValueError(f"method {name!r} must name a verifier.Method, got {type(found).__name__}; wrap it in Method")
+    return found
+
+
+def _known(what: str, name: str, names) -> str:
+    if name in names:
+        return name
+    near = get_close_matches(name, list(names), 3, 0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}"
+    raise ValueError(f"unknown {what} {name!r}; {hint}")
+
+
+def _in_single_precision(law: Callable[[DraftTree], Law], tree: DraftTree) -> Law:
+    """Half-precision rows are computed in float32, scaled to sum to 1, and the law is returned in their dtype."""
+    dtype = tree.target.dtype
+    if dtype.itemsize > 2:
+        return law(tree)
+    found = law(replace(tree, draft=_unit(tree.draft), target=_unit(tree.target)))
+    return Law(stop=found.stop.to(dtype), next=found.next.to(dtype))
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.float()
+    total = rows.sum(-1, keepdim=True)
+    return rows / torch.where(total > 0, total, 1)
+
+
+METHODS: dict[str, Method] = {
+    "token": Method(top_down(plans.rejection), "chain"),
+    "block": Method(conditional(plans.rejection), "chain"),
+    "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
+    "specinfer": Method(
+        top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")
+    ),
+    "kseq": Method(top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")),
+    "rrsw": Method(
+        top_down(plans.without_replacement, merge=True),
+        "without_replacement",
+        ("without_replacement", "paths", "chain"),
+    ),
+    "traversal": Method(
+        conditional(plans.without_replacement, merge=True),
+        "without_replacement",
+        ("without_replacement", "paths", "chain"),
+    ),
+    "greedy_tree": Method(top_down(plans.greedy_transport), "greedy", ("greedy", "chain")),
+    "univer": Method(conditional(plans.greedy_transport), "greedy", ("greedy", "chain")),
+}
