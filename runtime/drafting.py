@@ -68,15 +68,21 @@ def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, tr
 
 def _branching(drafting: str, draft_length: int, branches: int | list[int]) -> list[int]:
     if draft_length < 1:
-        raise ValueError(f"`draft_length` must be at least 1, got {draft_length}; method `plain` decodes without a draft")
+        raise ValueError(
+            f"`draft_length` must be at least 1, got {draft_length}; method `plain` decodes without a draft"
+        )
     several = branches if isinstance(branches, list) else [branches] * draft_length
     if len(several) != draft_length or min(several) < 1:
         raise ValueError(f"`branches` must be a positive int or one for each of {draft_length} depths, got {branches}")
     if drafting == "chain" and max(several) > 1:
-        raise ValueError(f"this method verifies one chain, got branches={branches}; leave `branches` at 1 or choose gbv, univer, ...")
+        raise ValueError(
+            f"this method verifies one chain, got branches={branches}; leave `branches` at 1 or choose gbv, univer, ..."
+        )
     if drafting == "paths":
         if max(several[1:], default=1) > 1 and isinstance(branches, list):
-            raise ValueError(f"paths branch once, at the root or the end of the trunk; give `branches` as one int, got {branches}")
+            raise ValueError(
+                f"paths branch once, at the root or the end of the trunk; give `branches` as one int, got {branches}"
+            )
         return [several[0]] + [1] * (draft_length - 1)
     return several
 

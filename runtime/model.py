@@ -55,7 +55,7 @@ class Model:
 
     @property
     def hash(self) -> str:
-        """Fingerprint of architecture and weights: up to 256 evenly spaced entries of every tensor, rounded to bfloat16.
+        """Fingerprint of architecture and weights: up to 256 evenly spaced entries of every tensor, in bfloat16.
 
         Equal for the same checkpoint loaded in float32 or bfloat16; cheap for models of any size.
         """
@@ -74,8 +74,14 @@ class Model:
         return PackedCache(self.layers, capacity)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: PackedCache | None, start: int = 0,
-        hidden: bool = False, last_only: bool = False,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        cache: PackedCache | None,
+        start: int = 0,
+        hidden: bool = False,
+        last_only: bool = False,
     ) -> Output:
         """Run the model once, without gradients.
 
@@ -95,8 +101,12 @@ class Model:
             extra |= {self._cache_name: cache, "use_cache": True}
         with torch.inference_mode():
             out = self.module(
-                input_ids=tokens, position_ids=positions, attention_mask=self._mask(visible, positions, slots),
-                output_hidden_states=hidden, return_dict=True, **extra,
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._mask(visible, positions, slots),
+                output_hidden_states=hidden,
+                return_dict=True,
+                **extra,
             )
         logits = out.logits[:, -1:] if last_only else out.logits
         return Output(logits[..., : self.vocab], out.hidden_states[-1] if hidden else None)
@@ -138,7 +148,10 @@ class Pair:
 
 
 def load_pair(
-    target: str = "sums-target", draft: str = "sums-draft", dtype: str = "auto", device: str = "cpu",
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    dtype: str = "auto",
+    device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Pair:
     """Load a draft and a target; refuse them, saying why, unless they share a tokenizer and vocabulary.
@@ -206,7 +219,9 @@ def _load_module(name: str, dtype: str, device: str, trust_remote_code: bool):
         if dtype == "auto":
             keywords["dtype"] = torch.bfloat16
     if device == "auto":
-        return _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, device_map="auto", **keywords)
+        return _loaded(
+            name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, device_map="auto", **keywords
+        )
     module = _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords)
     try:
         return module.to(device)
@@ -225,7 +240,9 @@ def _loaded(name: str, kind: str, auto, **keywords):
     try:
         return auto.from_pretrained(where, **keywords, **extra)
     except ImportError as error:
-        raise ValueError(f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(
+            f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}"
+        ) from error
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
@@ -235,12 +252,14 @@ def _same_tokenizer(target, draft, target_name: str, draft_name: str) -> None:
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return
-    different = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
+    different = sorted(
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str
+    )
     example = different[0]
     raise ValueError(
-        f"the target {target_name} and the draft {draft_name} do not share a tokenizer: {len(different)} tokens differ, "
-        f"for example {example!r} is {ours.get(example, 'absent')} in the target's and {theirs.get(example, 'absent')} in "
-        "the draft's; choose a draft of the same family"
+        f"the target {target_name} and the draft {draft_name} do not share a tokenizer: {len(different)} tokens "
+        f"differ, for example {example!r} is {ours.get(example, 'absent')} in the target's and "
+        f"{theirs.get(example, 'absent')} in the draft's; choose a draft of the same family"
     )
 
 

@@ -1,4 +1,6 @@
-"""Random numbers that are a pure function of (seed, position, lane): SplitMix64 (Steele, Lea, Flood 2014) as tensor operations.
+"""Random numbers that are a pure function of (seed, position, lane).
+
+The mixing function is SplitMix64 (Steele, Lea, Flood 2014), as int64 tensor operations.
 
 A request draws the same numbers whatever batch it is in, whatever device it is on and wherever a run was resumed;
 ranks that hold the same request agree without talking to each other.

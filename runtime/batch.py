@@ -1,0 +1,259 @@
+"""The batch between steps: committed lengths, both caches, and one block of speculative decoding for every row.
+
+Rows accept different lengths; each keeps its own length in both caches. The draft's cache is never recomputed: after a
+rejection it is rolled back, and after full acceptance the one token it lacks rides along with the next root.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..verifier.law import DraftTree, draw
+from ..verifier.relax import relax, substitutions
+from .completion import Completion
+from .drafting import children
+from .model import Model
+from .sampling import probabilities
+from .uniforms import uniforms
+
+if TYPE_CHECKING:
+    from .decode import Engine
+
+PREFILL = 512
+
+
+class Batch:
+    """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those."""
+
+    def __init__(self, engine: Engine, prompts: dict[int, list[int]], seeds: list[int], new_tokens: int):
+        self.engine, pair = engine, engine.pair
+        self.indices = list(prompts)
+        self.active = [True] * len(prompts)
+        self.limit = new_tokens - 1 - engine.shape.depth
+        self.device = pair.target.device
+        rows = list(prompts.values())
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        self.length = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+        self.draft_length = self.length.clone()
+        self.seed = torch.tensor(seeds, device=self.device)
+        self.spent = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
+        capacity = longest + new_tokens + engine.shape.nodes + 2
+        self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
+        prefill(pair.target, tokens[:, :-1], self.target_cache)
+        if engine.shape.depth:
+            prefill(pair.draft, tokens[:, :-1], self.draft_cache)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these batch rows."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.indices = [self.indices[row] for row in rows]
+        self.active = [True] * len(rows)
+        for name in ("length", "draft_length", "seed", "spent", "recent"):
+            setattr(self, name, getattr(self, name)[index])
+        self.target_cache.select(index)
+        self.draft_cache.select(index)
+
+    def step(self, done: dict[int, Completion]) -> list[list[int]]:
+        """One block for every row; returns the tokens that each committed and adds them to `done`."""
+        engine, shape = self.engine, self.engine.shape
+        coins = uniforms(self.seed, self.length + 1, shape.nodes + 2)
+        tokens, draft, draft_hidden = self._draft(coins)
+        target, target_hidden = self._target(tokens)
+        tree = DraftTree(tokens, shape.parents, draft, target)
+        weight = None
+        if engine.gate:
+            hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.hidden else None
+            weight = engine.gate(draft, target, hidden)
+        relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
+        verdict = draw(engine.law(relaxed), coins[:, -2:])
+        path = engine.path.to(self.device)[verdict.node]
+        cost = substitutions(tree, relaxed).gather(1, path)
+        share = self._share(draft, weight).gather(1, path)
+        emitted = self._record(done, tree, verdict, path, cost, share)
+        self._commit(tokens, verdict, path)
+        return emitted
+
+    def _draft(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H]."""
+        engine, shape, model = self.engine, self.engine.shape, self.engine.pair.draft
+        batch, vocab = len(self.length), engine.pair.vocab
+        tokens = self.recent.new_full((batch, shape.nodes), -1)
+        tokens[:, 0] = self.recent[:, 1]
+        rows = torch.zeros(batch, shape.nodes, vocab, device=self.device)
+        hidden = torch.zeros(batch, shape.nodes, model.hidden_size, device=self.device) if engine.hidden else None
+        base = int(self.length.max()) + 1
+        for depth in range(engine.drafted_depths):
+            first, last = shape.levels[depth], shape.levels[depth + 1]
+            if depth == 0:
+                out = self._draft_root()
+            else:
+                visible = self._tree_visible(self.length + 1, base, first, last, root=1)
+                positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
+                out = model(
+                    tokens[:, first:last].clamp_min(0),
+                    positions,
+                    visible,
+                    self.draft_cache,
+                    base + first - 1,
+                    engine.hidden,
+                )
+            level = probabilities(out.logits.to(self.device), engine.sampling)
+            self._refuse_nan(level, "draft")
+            level = level * (tokens[:, first:last] >= 0).unsqueeze(-1)
+            rows[:, first:last] = level
+            if hidden is not None:
+                hidden[:, first:last] = out.hidden.to(self.device)
+            if depth < shape.depth:
+                count = (shape.levels[depth + 2] - last) // (last - first)
+                coin = coins[:, last - 1 : shape.levels[depth + 2] - 1].reshape(batch, last - first, count)
+                drawn = children(shape.drafting if count > 1 else "chain", level, count, coin)
+                drawn = torch.where((tokens[:, first:last] >= 0).unsqueeze(-1), drawn, -1)
+                tokens[:, last : shape.levels[depth + 2]] = drawn.flatten(1)
+        return tokens, rows, hidden
+
+    def _draft_root(self):
+        """Run the draft on the root and, where the last block was accepted whole, on the token before it."""
+        model, lacking = self.engine.pair.draft, self.length - self.draft_length
+        width, start = 1 + int(lacking.max()), int(self.draft_length.max())
+        slot = torch.arange(start + width, device=self.device)
+        offset = torch.arange(width, device=self.device)
+        first = start + width - 1 - lacking
+        causal = slot <= (start + offset).unsqueeze(1)
+        visible = (slot < self.draft_length[:, None, None]) | ((slot >= first[:, None, None]) & causal)
+        visible = visible | (slot == (start + offset).unsqueeze(1))
+        positions = (self.length.unsqueeze(1) - (width - 1) + offset).clamp_min(0)
+        out = model(self.recent[:, -width:], positions, visible, self.draft_cache, start, self.engine.hidden)
+        real = offset <= lacking.unsqueeze(1)
+        source = torch.where(real, first.unsqueeze(1) + offset, start + width - 1)
+        self._move(
+            self.draft_cache, source, torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1)
+        )
+        hidden = out.hidden[:, -1:] if out.hidden is not None else None
+        return type(out)(out.logits[:, -1:], hidden)
+
+    def _tree_visible(self, length: Tensor, base: int, first: int, last: int, root: int) -> Tensor:
+        """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors and themselves.
+
+        root: the node that stands in slot `base`; 0 for the target, 1 for the draft, whose root is committed already.
+        """
+        seen = self.engine.seen.to(self.device)[first:last, root:last]
+        committed = torch.arange(base, device=self.device) < length[:, None, None]
+        rows = (len(length), last - first)
+        return torch.cat([committed.expand(*rows, base), seen.expand(*rows, last - root)], -1)
+
+    def _target(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Target rows [B, N, V] and hidden states of the whole tree in one call."""
+        engine = self.engine
+        base, count = int(self.length.max()), engine.shape.nodes
+        visible = self._tree_visible(self.length, base, 0, count, root=0)
+        positions = self.length.unsqueeze(1) + engine.depth.to(self.device)
+        out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
+        rows = probabilities(out.logits, engine.sampling)
+        self._refuse_nan(rows, "target")
+        return rows, out.hidden.float() if out.hidden is not None else None
+
+    def _refuse_nan(self, rows: Tensor, which: str) -> None:
+        bad = rows[..., 0].isnan().any(-1)
+        if bad.any():
+            index = self.indices[int(bad.int().argmax())]
+            raise ValueError(
+                f"the {which} model gave logits that are not finite for prompt {index}; "
+                "try another dtype, or check the weights"
+            )
+
+    def _share(self, draft: Tensor, weight: Tensor | None) -> Tensor:
+        """[B, N] the draft's share at each node, nan where the draft was not run."""
+        if weight is None:
+            relaxation = self.engine.relaxation
+            constant = relaxation.parameters[0] if relaxation.name == "ensemble" else 0.0
+            weight = torch.full(draft.shape[:2], float(constant), device=self.device)
+        return torch.where(draft.sum(-1) > 0, weight.float(), torch.nan)
+
+    def _record(self, done, tree, verdict, path, cost, share) -> list[list[int]]:
+        """Add every active row's block to its completion; the one place where the device is read."""
+        shape, eos = self.engine.shape, self.engine.pair.eos
+        lengths = self.engine.depth.to(self.device)[verdict.node].tolist()
+        on_path = tree.tokens.gather(1, path)[:, 1:].tolist()
+        present = (tree.tokens[:, 1:] >= 0).tolist()
+        node_depth = self.engine.depth[1:].tolist()
+        cost, share = cost.double().tolist(), share.tolist()
+        charged = torch.zeros(len(lengths), dtype=torch.float64)
+        emitted: list[list[int]] = []
+        for row, (length, extra) in enumerate(zip(lengths, verdict.token.tolist(), strict=True)):
+            emitted.append([])
+            if not self.active[row]:
+                continue
+            completion = done[self.indices[row]]
+            new = on_path[row][:length] + [extra]
+            new = new[: self.limit - len(completion.tokens)]
+            new = new[: next((i + 1 for i, token in enumerate(new) if token in eos), len(new))]
+            kept = min(length, len(new))
+            drafted = [d for d, there in zip(node_depth, present[row], strict=True) if there and d <= len(new)]
+            for counts, top in (
+                (completion.drafted_by_depth, max(drafted, default=0)),
+                (completion.accepted_by_depth, kept),
+            ):
+                counts += [0] * (shape.depth - len(counts))
+                counts[:top] = [count + 1 for count in counts[:top]]
+            completion.tokens += new
+            completion.drafted += len(drafted)
+            completion.accepted += kept
+            completion.target_calls += 1
+            completion.draft_calls += self.engine.drafted_depths
+            charged[row] = sum(cost[row][: len(new)])
+            completion.substitutions += sum(cost[row][: len(new)])
+            weights = [value for value in share[row][: len(new)] if value == value]
+            completion.weight_sum += sum(weights)
+            completion.weight_count += len(weights)
+            emitted[row] = new
+        self.spent = self.spent + charged.to(self.device)
+        return emitted
+
+    def _commit(self, tokens: Tensor, verdict, path: Tensor) -> None:
+        """Move the accepted path of every row down to its own length, in both caches."""
+        shape = self.engine.shape
+        accepted = self.engine.depth.to(self.device)[verdict.node]
+        step = torch.arange(path.shape[1], device=self.device)
+        base = int(self.length.max())
+        self._keep(
+            self.target_cache,
+            base + path,
+            self.length.unsqueeze(1) + step,
+            step <= accepted.unsqueeze(1),
+            base + shape.nodes - 1,
+        )
+        run = (self.engine.drafted_depths - 1) if self.engine.drafted_depths else 0
+        in_draft = accepted.clamp_max(run)
+        if run:
+            real = (step >= 1) & (step <= in_draft.unsqueeze(1))
+            last = base + shape.levels[run + 1] - 1
+            self._keep(self.draft_cache, base + path, self.length.unsqueeze(1) + step, real, last)
+        before = tokens.gather(1, path).gather(1, accepted.unsqueeze(1)).squeeze(1)
+        moving = torch.tensor(self.active, device=self.device)
+        self.recent = torch.where(moving.unsqueeze(1), torch.stack([before, verdict.token], 1), self.recent)
+        self.draft_length = torch.where(moving, self.length + 1 + in_draft, self.draft_length)
+        self.length = torch.where(moving, self.length + 1 + accepted, self.length)
+
+    def _keep(self, cache, source: Tensor, destination: Tensor, real: Tensor, idle: int) -> None:
+        """Move the real entries; the others copy the slot `idle`, which no real entry names, onto itself."""
+        self._move(cache, torch.where(real, source, idle), torch.where(real, destination, idle))
+
+    @staticmethod
+    def _move(cache, source: Tensor, destination: Tensor) -> None:
+        if not torch.equal(source, destination):
+            cache.move(source, destination)
+
+
+def prefill(model: Model, tokens: Tensor, cache) -> None:
+    """Fill the cache with tokens [B, X], right-padded, in chunks of PREFILL; nothing later sees the padding."""
+    for start in range(0, tokens.shape[1], PREFILL):
+        chunk = tokens[:, start : start + PREFILL]
+        slot = torch.arange(start + chunk.shape[1], device=tokens.device)
+        positions = slot[start:].expand(len(tokens), -1)
+        visible = (slot <= slot[start:].unsqueeze(1)).expand(len(tokens), -1, -1)
+        model(chunk, positions, visible, cache, start, last_only=True)

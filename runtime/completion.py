@@ -1,0 +1,46 @@
+"""What became of one prompt: its text and what the text cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Completion:
+    """What became of one prompt. Counts leave out everything after the end of the text.
+
+    tokens:        new tokens, the end token included where the text is `finished`.
+    text:          decoded, without special tokens, cut before the stop string.
+    finished:      ended by an end token or a stop string, not by `max_new_tokens`.
+    drafted:       drafted tokens that the target checked.
+    accepted:      drafted tokens that were kept; the extra token of a step is not one of them.
+    target_calls, draft_calls: calls in which this request took part; the prefill is not counted.
+    drafted_by_depth, accepted_by_depth: steps that drafted to a depth, and that accepted at least so far.
+    substitutions: expected number of tokens that differ from the target's own choice, sum of TV(target, relaxed row).
+    weight_sum, weight_count: over committed positions where the draft was run; their ratio is `mean_weight`.
+    seconds:       wall time from the start of its batch to its own end.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: bool = False
+    drafted: int = 0
+    accepted: int = 0
+    target_calls: int = 0
+    draft_calls: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    substitutions: float = 0.0
+    weight_sum: float = 0.0
+    weight_count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_weight(self) -> float:
+        """Mean share of the draft; nan where the draft was never run."""
+        return self.weight_sum / self.weight_count if self.weight_count else float("nan")
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """New tokens per target call, the extra token counted, nothing after the end of the text."""
+        return len(self.tokens) / self.target_calls if self.target_calls else 0.0

@@ -1,0 +1,176 @@
+"""The loop: draft a tree, run the target on it once, relax its rows, verify, commit.
+
+A step costs the draft one call a depth and the target one call; `Batch.step` is one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..verifier import methods
+from ..verifier.law import depths
+from ..verifier.relax import Relaxation, parse
+from .batch import Batch
+from .cache import ancestors
+from .completion import Completion
+from .drafting import Topology, topology
+from .gate import load_gate
+from .model import Pair
+from .sampling import Sampling
+
+
+def decode(
+    pair: Pair,
+    prompts: list[list[int]],
+    *,
+    method: str = "token",
+    relaxation: str | Relaxation = "none",
+    draft_length: int = 5,
+    branches: int | list[int] | None = None,
+    trunk: int = 0,
+    relax_leaf: bool = False,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    max_new_tokens: int = 128,
+    stop: tuple[str, ...] = (),
+    seeds: list[int] | None = None,
+    batch: int = 32,
+    on_step: Callable[[int, list[int]], None] | None = None,
+) -> list[Completion]:
+    """Continue every prompt by speculative decoding.
+
+    prompts:        token ids, at least one each.
+    method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
+    relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`.
+    draft_length:   tokens on a drafted path.
+    branches, trunk: shape of the tree, see `drafting.topology`; by default 1 for chains and 3 for the others.
+    relax_leaf:     run the draft on the leaves too and relax there.
+    stop:           strings that end a text; they are cut off.
+    seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
+    batch:          prompts decoded together.
+    on_step:        called with (index of the prompt, its new tokens) as they are committed.
+    """
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    if len(seeds) != len(prompts):
+        raise ValueError(f"`seeds` must hold one seed for each of {len(prompts)} prompts, got {len(seeds)}")
+    engine = Engine(pair, method, relaxation, draft_length, branches, trunk, relax_leaf, sampling)
+    done: list[Completion] = []
+    for first in range(0, len(prompts), batch):
+        chosen = range(first, min(first + batch, len(prompts)))
+        done += engine.run(
+            {i: prompts[i] for i in chosen}, [seeds[i] for i in chosen], max_new_tokens, tuple(stop), on_step
+        )
+    return done
+
+
+class Engine:
+    """One method, relaxation and tree shape over one pair; checks all of it once, then runs batches."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: str = "token",
+        relaxation: str | Relaxation = "none",
+        draft_length: int = 5,
+        branches: int | list[int] | None = None,
+        trunk: int = 0,
+        relax_leaf: bool = False,
+        sampling: Sampling | None = None,
+    ):
+        self.pair, self.sampling = pair, sampling or Sampling()
+        self.relaxation = parse(relaxation) if isinstance(relaxation, str) else relaxation
+        if method == "plain":
+            if self.relaxation.name != "none":
+                raise ValueError(
+                    f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
+                )
+            self.law, self.shape = methods.method("token").law, Topology("chain", (-1,), (0, 1))
+        else:
+            chosen = methods.method(method)
+            branches = branches if branches is not None else (1 if chosen.drafting == "chain" else 3)
+            self.law, self.shape = chosen.law, topology(chosen.drafting, draft_length, branches, trunk)
+        self.gate = load_gate(self.relaxation, pair, self.sampling)
+        self.hidden = bool(self.gate and self.gate.needs_hidden)
+        self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
+        self.seen = ancestors(self.shape.parents)
+        self.depth = torch.tensor(depths(self.shape.parents))
+        self.path = _paths(self.shape)
+
+    def run(
+        self,
+        prompts: dict[int, list[int]],
+        seeds: list[int],
+        max_new_tokens: int,
+        stop: tuple[str, ...] = (),
+        on_step: Callable[[int, list[int]], None] | None = None,
+    ) -> list[Completion]:
+        """Decode one batch; `prompts` maps an index, used in messages and `on_step`, to token ids."""
+        room = 1 + self.shape.depth
+        check_prompts(self.pair, prompts, max_new_tokens + room)
+        state = Batch(self, prompts, seeds, max_new_tokens + room)
+        began = time.perf_counter()
+        done = {index: Completion() for index in prompts}
+        while state.indices:
+            emitted = state.step(done)
+            keep = []
+            for row, (index, new) in enumerate(zip(state.indices, emitted, strict=True)):
+                if not state.active[row]:
+                    continue
+                completion = done[index]
+                ended = self._finish(completion, max_new_tokens, stop)
+                if on_step and new:
+                    on_step(index, new)
+                if ended:
+                    completion.seconds = time.perf_counter() - began
+                    state.active[row] = False
+                else:
+                    keep.append(row)
+            if len(keep) <= 0.75 * len(state.indices):
+                state.select(keep)
+        return list(done.values())
+
+    def _finish(self, completion: Completion, max_new_tokens: int, stop: tuple[str, ...]) -> bool:
+        """Whether the text has ended; sets `text` and `finished` where it has."""
+        tokenizer, tokens = self.pair.tokenizer, completion.tokens
+        ended = bool(tokens) and tokens[-1] in self.pair.eos
+        if stop and not ended:
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            ended = any(string in text for string in stop)
+        completion.finished = ended
+        if not ended and len(tokens) < max_new_tokens:
+            return False
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        cut = min((text.find(string) for string in stop if string in text), default=len(text))
+        completion.text = text[:cut]
+        return True
+
+
+def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) -> None:
+    """Refuse prompts without tokens, with unknown tokens, or that leave no room for `new_tokens` in either context."""
+    room = min(pair.target.max_positions, pair.draft.max_positions)
+    for index, tokens in prompts.items():
+        if not tokens:
+            raise ValueError(f"prompt {index} has no tokens; an empty text cannot be continued by this tokenizer")
+        if not 0 <= min(tokens) <= max(tokens) < pair.vocab:
+            raise ValueError(
+                f"prompt {index} has a token outside 0..{pair.vocab - 1}; was it encoded by another tokenizer?"
+            )
+        if len(tokens) + new_tokens > room:
+            raise ValueError(
+                f"prompt {index} is longer than the context: {len(tokens)} tokens and {new_tokens} new ones exceed "
+                f"{room}; lower `max_new_tokens` or shorten the prompt"
+            )
+
+
+def _paths(shape: Topology) -> Tensor:
+    """[N, depth + 1] nodes from the root to each node; entries below a node repeat the node."""
+    paths = []
+    for node in range(shape.nodes):
+        path = [node]
+        while shape.parents[path[0]] >= 0:
+            path.insert(0, shape.parents[path[0]])
+        paths.append(path + [node] * (shape.depth + 1 - len(path)))
+    return torch.tensor(paths)

@@ -1,0 +1,59 @@
+"""Where a blend's weight comes from: a bundle's head, or any callable that a user names.
+
+A gate is `gate(draft, target, hidden) -> weight`: rows [..., V] of both models at a context and, where it asks for
+them, their last hidden states [..., H_draft + H_target], draft first; the result [...] is the draft's share, in [0, 1].
+It sees one context at a time, so the weight of a node never depends on which siblings were drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..verifier.relax import Relaxation
+from .model import Pair
+from .sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Gate:
+    """weight: the callable; needs_hidden: whether both models must return hidden states."""
+
+    weight: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    needs_hidden: bool = False
+
+    def __call__(self, draft: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
+        return self.weight(draft, target, hidden)
+
+
+def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | None:
+    """The gate of a learned relaxation, None for those that need none.
+
+    A source `package.module:NAME` names a factory that is called with the tokenizer and returns the gate.
+    """
+    if relaxation.name != "learned":
+        return None
+    if not relaxation.source:
+        raise ValueError("`learned` needs to know which head: give the bundle's folder, or package.module:NAME")
+    if ":" in relaxation.source and "/" not in relaxation.source:
+        if relaxation.bias:
+            raise ValueError(f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave it out")
+        return Gate(_named(relaxation.source)(pair.tokenizer))
+    from ..export.bundle import load_bundle
+
+    head = load_bundle(relaxation.source, pair.target, pair.draft, sampling).head.to(pair.target.device)
+    bias = relaxation.bias or 0.0
+    return Gate(lambda draft, target, hidden: head.weight(draft, target, hidden, bias), head.needs_hidden)
+
+
+def _named(source: str) -> Callable:
+    module, name = source.split(":", 1)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"no gate at {source!r}: {error}; give package.module:NAME of a factory gate(tokenizer)"
+        ) from error
