@@ -1,0 +1,190 @@
+"""A bundle is a head that fits, or a sentence that says why not."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diversed.export.bundle import load_bundle
+from diversed.export.command import add_frontier, export
+from diversed.runtime.sampling import Sampling
+from diversed.verifier.head import WeightHead
+from safetensors.torch import load_file, save_file
+
+TARGET = {"name": "some/target", "hash": "aaaa", "hidden_size": 8}
+DRAFT = {"name": "some/draft", "hash": "bbbb", "hidden_size": 4}
+target, draft = SimpleNamespace(**TARGET), SimpleNamespace(**DRAFT)
+
+
+def trained(folder, features="both", width=3):
+    """A finished training run in `folder` and its head."""
+    torch.manual_seed(0)
+    head = WeightHead(features, draft_hidden=4, target_hidden=8, width=width)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
+        head.mean.normal_()
+    manifest = {"target": TARGET, "draft": DRAFT, "tokenizer": "cccc", "vocab": 40, "sampling": vars(Sampling())}
+    manifest |= {"relaxation": "ensemble:0.3", "task": "sums", "metric": "exact match"}
+    described = {"features": features, "draft_hidden": 4, "target_hidden": 8, "width": width}
+    record = {"head": described, "manifest": manifest, "traces_sha256": "d" * 64, "settings": {"lr": 5e-4}}
+    folder.mkdir()
+    (folder / "train.json").write_text(json.dumps(record))
+    save_file(head.state_dict(), folder / "head.safetensors")
+    return head
+
+
+@pytest.fixture(params=["hidden", "logits", "both"])
+def bundle(request, tmp_path):
+    trained(tmp_path / "train", request.param, width=0 if request.param == "hidden" else 3)
+    export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"), draft_length=7)
+    return tmp_path / "bundle"
+
+
+def change(bundle, **values):
+    card = json.loads((bundle / "card.json").read_text())
+    (bundle / "card.json").write_text(json.dumps(card | values))
+
+
+def test_export_and_load_give_the_head_back_bit_by_bit(bundle):
+    before = load_file(bundle.parent / "train" / "head.safetensors")
+    loaded = load_bundle(bundle, target, draft, Sampling())
+    after = loaded.head.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert loaded.card["models"] == {"target": TARGET, "draft": DRAFT} and loaded.card["draft_length"] == 7
+    assert sorted(path.name for path in bundle.iterdir()) == sorted(
+        ["README.md", "card.json", "example.safetensors", "head.safetensors"]
+    )
+
+
+def test_export_twice_gives_the_same_bytes(bundle):
+    before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    export(train=str(bundle.parent / "train"), out=str(bundle), draft_length=7)
+    assert before == {path.name: path.read_bytes() for path in bundle.iterdir()}
+
+
+def test_a_bundle_refuses_another_model_and_names_both(bundle):
+    other = SimpleNamespace(name="my/model", hash="ffff", hidden_size=8)
+    with pytest.raises(ValueError, match=r"some/target \(hash aaaa, hidden size 8\), but got my/model \(hash ffff"):
+        load_bundle(bundle, other, draft)
+    with pytest.raises(ValueError, match=r"draft some/draft .*but got my/model .*hidden size 8"):
+        load_bundle(bundle, target, other)
+
+
+def test_a_bundle_refuses_another_hidden_size_and_names_both(bundle):
+    with pytest.raises(ValueError, match=r"hidden size 8\), but got some/target \(hash aaaa, hidden size 16\)"):
+        load_bundle(bundle, SimpleNamespace(**TARGET | {"hidden_size": 16}), draft)
+
+
+def test_only_a_head_on_rows_moves_to_another_pair_and_warns(bundle):
+    other = SimpleNamespace(name="my/model", hash="ffff", hidden_size=32)
+    if load_bundle(bundle).head.features == "logits":
+        with pytest.warns(UserWarning, match="models it was not trained for"):
+            load_bundle(bundle, other, draft, any_pair=True)
+    else:
+        with pytest.raises(ValueError, match="any_pair=True is only for heads with features='logits'"):
+            load_bundle(bundle, other, draft, any_pair=True)
+
+
+def test_other_sampling_warns_in_one_sentence_and_the_same_is_silent(bundle):
+    with pytest.warns(UserWarning, match=r"temperature is 0.6 \(trained for 1.0\)"):
+        load_bundle(bundle, sampling=Sampling(temperature=0.6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_bundle(bundle, target, draft, sampling=Sampling())
+
+
+def test_the_stored_example_catches_a_head_that_changed(bundle):
+    tensors = load_file(bundle / "head.safetensors")
+    name = next(name for name in tensors if name.endswith("weight"))
+    save_file(tensors | {name: tensors[name] * 1.1}, bundle / "head.safetensors")
+    with pytest.raises(ValueError, match="does not repeat its stored example"):
+        load_bundle(bundle)
+
+
+def test_damaged_bundles_are_refused_in_a_sentence(bundle):
+    whole = (bundle / "head.safetensors").read_bytes()
+    (bundle / "head.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match=r"head.safetensors is damaged .*export the bundle again"):
+        load_bundle(bundle)
+    (bundle / "head.safetensors").write_bytes(whole)
+    (bundle / "example.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="has no example.safetensors"):
+        load_bundle(bundle)
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        load_bundle(bundle / "nothing")
+    (bundle / "example.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match="but card.json describes"):
+        load_bundle(bundle)
+    change(bundle, format=99)
+    with pytest.raises(ValueError, match="format 99, this version reads 1"):
+        load_bundle(bundle)
+    (bundle / "card.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable json"):
+        load_bundle(bundle)
+
+
+@pytest.mark.parametrize("size", [-1, 2**40, True, "8", None, 1.5])
+def test_sizes_are_checked_before_memory_is_taken(bundle, size):
+    head = json.loads((bundle / "card.json").read_text())["head"]
+    change(bundle, head=head | {"width": size})
+    with pytest.raises(ValueError, match="states sizes that no gate has"):
+        load_bundle(bundle)
+    change(bundle, head=head | {"width": 2**20})  # a terabyte, were it allocated
+    with pytest.raises(ValueError, match="but card.json describes"):
+        load_bundle(bundle)
+
+
+def test_a_head_on_other_features_of_the_rows_is_refused(tmp_path):
+    trained(tmp_path / "train", "logits")
+    export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
+    head = json.loads((tmp_path / "bundle" / "card.json").read_text())["head"]
+    change(tmp_path / "bundle", head=head | {"feature_names": ["entropy"]})
+    with pytest.raises(ValueError, match="trained on other features"):
+        load_bundle(tmp_path / "bundle")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    head = trained(tmp_path / "train", "logits")
+    save_file(head.state_dict() | {"mean": torch.full((12,), torch.nan)}, tmp_path / "train" / "head.safetensors")
+    with pytest.raises(ValueError, match="not finite"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_export_says_what_is_missing_and_keeps_foreign_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no train.json and no head.safetensors"):
+        export(train=str(tmp_path), out=str(tmp_path / "bundle"))
+    trained(tmp_path / "train")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("all of it")
+    with pytest.raises(FileExistsError, match="exists and is not a bundle"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "all of it"
+    with pytest.raises(ValueError, match="`draft_length` must be at least 1 token, got 0"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"), draft_length=0)
+
+
+def test_measured_figures_reach_the_card_and_the_readme(bundle, tmp_path):
+    record = {"method": "token", "seed": 0, "tokens": [1, 2, 3], "drafted": 4, "accepted": 2, "target_calls": 1}
+    record |= {"positions": 3, "acceptance": 2.4, "bias": 0.3, "weight": 0.6, "target_logprob": -3.0}
+    record |= {"substitutions": 0.25, "seconds": 0.1}
+    lines = [
+        json.dumps(record | {"relaxation": relaxation, "prompt": prompt, "score": float(prompt < good)})
+        for relaxation, good in (("none", 9), ("runs/bundle;bias=1", 8))
+        for prompt in range(10)
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    assert "Not measured yet" in (bundle / "README.md").read_text()
+    add_frontier(bundle, tmp_path / "results.jsonl")
+    exact, learned = load_bundle(bundle).card["frontier"]
+    assert (exact["score"], learned["score"], learned["relaxation"]) == (0.9, 0.8, "runs/bundle;bias=1")
+    assert learned["difference"] == pytest.approx(-0.1) and learned["tokens_per_call"] == 3
+    assert "| token | `runs/bundle;bias=1` | 0.800 [" in (bundle / "README.md").read_text()
+
+
+def test_readme_is_a_model_card(bundle):
+    text = (bundle / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: diversed\n") and '- "some/target"' in text
+    assert "draft length | 7 tokens" in text and "NOT distributed like the target's" in text
