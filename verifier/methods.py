@@ -99,9 +99,7 @@ METHODS: dict[str, Method] = {
     "token": Method(top_down(plans.rejection), "chain"),
     "block": Method(conditional(plans.rejection), "chain"),
     "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
-    "specinfer": Method(
-        top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")
-    ),
+    "specinfer": Method(top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")),
     "kseq": Method(top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")),
     "rrsw": Method(
         top_down(plans.without_replacement, merge=True),

@@ -1,0 +1,286 @@
+"""Relaxed targets: (target, draft, context) -> a new target row; every method is then exact for that row.
+
+    none              the target's own row
+    ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers write 1 - w)
+    learned           the same with a weight per node, computed by a gate (DIVERSED, arXiv 2604.07622);
+                      also written as a bundle folder, or as package.module:NAME
+    lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)  (Leviathan 2023)
+    cascade-opt:a     the draft's row unless it is too unsure, then the target's; also cascade-diff:a,
+                      cascade-chow:a  (Narasimhan 2024, arXiv 2405.19261)
+    cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the target
+    typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread by the target
+
+After any of them `;bias=0.5` (added to the logit of the weight, where the weight is computed: the gate's logit, or
+the ensemble's constant; rules without a weight have none to shift) and `;budget=3` (expected substitutions per text).
+
+The weight of a node depends on that node's context only, never on which siblings were drawn. Where the draft was not
+run (an all-zero row: a leaf) the target's row stays; a caller that runs the draft on leaves relaxes them by giving
+their rows.
+
+Substitutions and the budget. Couple every committed token maximally with the target's own choice in the same context:
+they differ with probability TV(target row, relaxed row), which for a blend is w TV(target, draft). The sum over the
+committed steps is the expected number of *substitutions* in the text, and it bounds the text's distance:
+
+    TV(law of the text, law of the target's text) <= E[sum over steps of TV(target row, relaxed row)].
+
+Proof. Draw both texts step by step; while they agree, the next pair of tokens comes from the maximal coupling of the
+relaxed row and the target's row at their common context, so they part at that step with probability TV of the two rows
+there. P(texts differ) is at most the expected sum of these over the steps, taken along the relaxed text. The relaxed
+row may depend on the whole past, block boundaries included, because the bound conditions on it; so it holds for a
+weight that is set to 0 by a budget, and a row that keeps the target's costs 0. With `budget=b`, every row from the root of a
+block to the stopping node is charged, and a node whose charge would make the sum along its path pass b keeps the
+target's row. The sum is then at most b on every text, hence TV <= b, and the expected number of substitutions is too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .law import DraftTree, depths
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """A parsed relaxation string.
+
+    name:       one of RULES or "learned".
+    parameters: the numbers after the colon.
+    bias:       added to the logit of the weight where it is computed, or None.
+    budget:     largest sum of substitutions along a text, or None.
+    source:     for "learned": a bundle folder or `package.module:NAME`, else "".
+    """
+
+    name: str
+    parameters: tuple[float, ...] = ()
+    bias: float | None = None
+    budget: float | None = None
+    source: str = ""
+
+
+def relax(
+    tree: DraftTree,
+    relaxation: str | Relaxation,
+    weight: Tensor | None = None,
+    *,
+    spent: Tensor | None = None,
+) -> DraftTree:
+    """The tree with relaxed target rows.
+
+    weight: [B, N] the draft's share at each node, bias included; needed for "learned" and only there.
+    spent:  [B] substitutions already charged to each request, for the budget; none if not given.
+    """
+    rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
+    if (rule.name == "learned") != (weight is not None):
+        wanted = "`weight` [B, N] from its gate" if rule.name == "learned" else "no `weight`, it computes its own rows"
+        raise ValueError(f"relaxation {rule.name} needs {wanted}; got {'none' if weight is None else 'one'}")
+    if weight is not None and weight.shape != tree.tokens.shape:
+        raise ValueError(
+            f"`weight` must be [B, N] like `tokens` {list(tree.tokens.shape)}, got {list(weight.shape)}; "
+            "one share a node"
+        )
+    if rule.name == "none":
+        return tree
+    drafted = tree.draft.amax(-1) > 0
+    if rule.name in ("ensemble", "learned"):
+        share = _constant(rule, tree) if weight is None else weight
+        share = torch.where(drafted, share.to(tree.target.dtype), 0)
+        if rule.budget is not None:
+            cost = share.double() * _distance(tree.target, tree.draft)
+            share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
+        return replace(tree, target=torch.lerp(tree.target, tree.draft, share.unsqueeze(-1)))
+    wide = torch.promote_types(tree.target.dtype, torch.float32)
+    rows = RULES[rule.name].rows(tree.target.to(wide), tree.draft.to(wide), *rule.parameters).to(tree.target.dtype)
+    keep = drafted
+    if rule.budget is not None:
+        cost = torch.where(drafted, _distance(tree.target, rows), 0)
+        keep = keep & _affordable(cost, tree.parents, rule.budget, spent)
+    return replace(tree, target=torch.where(keep.unsqueeze(-1), rows, tree.target))
+
+
+def substitutions(tree: DraftTree, relaxed: DraftTree) -> Tensor:
+    """[B, N] expected substitutions of the token that follows each node: TV(target row, relaxed row)."""
+    return _distance(tree.target, relaxed.target)
+
+
+def path_sum(values: Tensor, parents: tuple[int, ...]) -> Tensor:
+    """[B, N] sum of `values` [B, N] over the nodes from the root to each node, both included."""
+    total = values.clone()
+    for nodes, above in _levels(parents):
+        total[:, nodes] += total[:, above]
+    return total
+
+
+@lru_cache(maxsize=256)
+def parse(text: str) -> Relaxation:
+    """The relaxation a string names; ValueError with one sentence for anything else."""
+    head, *options = (part.strip() for part in str(text).split(";"))
+    chosen = {}
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if key not in ("bias", "budget") or not equals or key in chosen:
+            raise ValueError(
+                f"relaxation {text!r}: after `;` comes bias=NUMBER or budget=NUMBER, once each; got {option!r}"
+            )
+        chosen[key] = _number(text, key, value)
+    if chosen.get("budget", 0) < 0:
+        raise ValueError(f"relaxation {text!r}: budget must be at least 0 substitutions, got {chosen['budget']:g}")
+    return replace(_head(text, head), **chosen)
+
+
+def ensemble_rows(target: Tensor, draft: Tensor, weight: float) -> Tensor:
+    """(1-w) target + w draft."""
+    return torch.lerp(target, draft, weight)
+
+
+def lenient_rows(target: Tensor, draft: Tensor, leniency: float) -> Tensor:
+    """m + (1 - sum m) norm(max(target - draft, 0)) with m = min(draft, target / leniency): the lossy rule as a row."""
+    kept = torch.minimum(draft, target / leniency)
+    missing = (target - draft).clamp_min_(0)
+    total = missing.sum(-1, keepdim=True)
+    share = torch.where(total > 0, (1 - kept.sum(-1, keepdim=True)).clamp_min(0) / total, 0)
+    # where the rows agree to the last bit nothing is missing, and what is kept sums to 1
+    return kept + share * missing
+
+
+def cascade_opt_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
+    """The target's row where max draft < max target - alpha TV, else the draft's."""
+    edge = target.amax(-1) - alpha * _distance(target, draft).to(target.dtype)
+    return torch.where((draft.amax(-1) < edge).unsqueeze(-1), target, draft)
+
+
+def cascade_diff_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
+    """The target's row where max draft < max target - alpha, else the draft's."""
+    return torch.where((draft.amax(-1) < target.amax(-1) - alpha).unsqueeze(-1), target, draft)
+
+
+def cascade_chow_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
+    """The target's row where max draft < 1 - alpha, else the draft's."""
+    return torch.where((draft.amax(-1) < 1 - alpha).unsqueeze(-1), target, draft)
+
+
+def cascade_token_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
+    """draft on tokens with target >= (1 - alpha) max target, plus target times the draft's mass on all others."""
+    return _accepted_on(target >= (1 - alpha) * target.amax(-1, keepdim=True), target, draft)
+
+
+def typical_rows(target: Tensor, draft: Tensor, epsilon: float, delta: float) -> Tensor:
+    """draft where target >= min(epsilon, delta exp(-entropy)), plus target times the rest (Medusa's rule)."""
+    entropy = -torch.xlogy(target, target).sum(-1, keepdim=True)
+    return _accepted_on(target >= (delta * torch.exp(-entropy)).clamp(max=epsilon), target, draft)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """rows(target, draft, *parameters) -> relaxed rows; ranges: (name, low, high, low allowed) of each parameter."""
+
+    rows: Callable[..., Tensor]
+    ranges: tuple[tuple[str, float, float, bool], ...]
+
+
+RULES = {
+    "none": _Rule(lambda target, draft: target, ()),
+    "ensemble": _Rule(ensemble_rows, (("weight", 0, 1, True),)),
+    "lenient": _Rule(lenient_rows, (("leniency", 0, 1, False),)),
+    "cascade-opt": _Rule(cascade_opt_rows, (("alpha", 0, 1, True),)),
+    "cascade-diff": _Rule(cascade_diff_rows, (("alpha", 0, 1, True),)),
+    "cascade-chow": _Rule(cascade_chow_rows, (("alpha", 0, 1, True),)),
+    "cascade-token": _Rule(cascade_token_rows, (("alpha", 0, 1, True),)),
+    "typical": _Rule(typical_rows, (("epsilon", 0, 1, True), ("delta", 0, math.inf, True))),
+}
+
+_GATE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _head(text: str, head: str) -> Relaxation:
+    """The part before the first `;`."""
+    name, colon, rest = head.partition(":")
+    if name in RULES:
+        values = [part.strip() for part in rest.split(",")] if colon else []
+        ranges = RULES[name].ranges
+        if len(values) != len(ranges):
+            shape = name + (":" + ",".join(label.upper() for label, *_ in ranges) if ranges else "")
+            raise ValueError(f"relaxation {text!r} must be written {shape}, got {len(values)} numbers")
+        return Relaxation(
+            name, tuple(_within(text, value, *limits) for value, limits in zip(values, ranges, strict=True))
+        )
+    if head == "learned":
+        return Relaxation("learned")
+    if "/" in head or "\\" in head or (head and Path(head).is_dir()):
+        return Relaxation("learned", source=head)
+    if _GATE.fullmatch(head):
+        return Relaxation("learned", source=head)
+    known = [*RULES, "learned"]
+    near = get_close_matches(name, known, 1, 0.5)
+    known = f"known are {', '.join(known)}, a bundle folder and package.module:NAME"
+    raise ValueError(f"unknown relaxation {text!r}; {f'did you mean {near[0]}?' if near else known}")
+
+
+def _within(text: str, value: str, label: str, low: float, high: float, closed: bool) -> float:
+    number = _number(text, label, value)
+    if not (low <= number <= high) or (number == low and not closed):
+        end = "inf)" if high == math.inf else f"{high:g}]"
+        raise ValueError(
+            f"relaxation {text!r}: {label} must lie in {'[' if closed else '('}{low:g}, {end}, got {value}"
+        )
+    return number
+
+
+def _number(text: str, label: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"relaxation {text!r}: {label} must be a finite number, got {value!r}")
+    return number
+
+
+def _constant(rule: Relaxation, tree: DraftTree) -> Tensor:
+    """[B, N] the ensemble's weight, its logit shifted by the bias."""
+    weight = torch.tensor(rule.parameters[0], dtype=torch.float64)
+    if rule.bias is not None:
+        weight = torch.sigmoid(torch.logit(weight) + rule.bias)
+    return weight.to(tree.target).expand(tree.tokens.shape)
+
+
+def _affordable(cost: Tensor, parents: tuple[int, ...], budget: float, spent: Tensor | None) -> Tensor:
+    """[B, N] bool: True where a node costs something and the sum along its path, itself included, stays in the budget.
+
+    A node that is denied costs nothing, so its descendants may still be relaxed. A node that costs nothing keeps the
+    target's row bit for bit; so a budget of 0 gives the very text of exact decoding.
+    """
+    start = torch.zeros_like(cost[:, 0]) if spent is None else spent.to(cost)
+    used = start.unsqueeze(-1).expand_as(cost).clone()
+    granted = torch.zeros_like(cost, dtype=torch.bool)
+    for nodes, above in [([0], [0]), *_levels(parents)]:
+        wanted = used[:, above] + cost[:, nodes]
+        granted[:, nodes] = (cost[:, nodes] > 0) & (wanted <= budget)
+        used[:, nodes] = torch.where(granted[:, nodes], wanted, used[:, above])
+    return granted
+
+
+def _accepted_on(accepted: Tensor, target: Tensor, draft: Tensor) -> Tensor:
+    kept = draft * accepted
+    return kept + target * (draft * ~accepted).sum(-1, keepdim=True)
+
+
+def _distance(first: Tensor, second: Tensor) -> Tensor:
+    """[B, N] total variation as float64, because it is added up over a whole text."""
+    return 0.5 * (first - second).abs_().sum(-1).double()
+
+
+@lru_cache(maxsize=256)
+def _levels(parents: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """(nodes, their parents) of every level below the root."""
+    depth = depths(parents)
+    levels = [[node for node in range(len(parents)) if depth[node] == level] for level in range(1, max(depth) + 1)]
+    return [(nodes, [parents[node] for node in nodes]) for nodes in levels]
