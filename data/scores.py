@@ -1,0 +1,112 @@
+"""Scores of a text against its reference, by their public definitions.
+
+final_number  GSM8K (openai/grade-school-math, dataset.py: `#### (\\-?[0-9\\.\\,]+)`): the number right after the first
+              `####`. Texts without one are read more kindly: the first number on the line after "answer is", else
+              the last number of the text, as lm-evaluation-harness' flexible extraction does.
+rouge         rouge-score (google-research), F1 with Porter stemming, as summarisation papers report it.
+bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
+
+All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability, in nats a token,
+that the target gives the text (`mean_log_probability`, from the target's rows: the text alone does not hold it).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from functools import cache
+from typing import NamedTuple
+
+# A minus counts as a sign unless a number, word or bracket stands before it: "10-3" ends in 3.
+CURRENCY = "$\u20ac\u00a3"
+SIGN = rf"(?:(?<![\w.)\]])[{CURRENCY}]?[-\u2212\u2013])"
+NUMBER = rf"{SIGN}?[{CURRENCY}]?(?:[0-9]+(?:,[0-9]{{3}})*(?![0-9])(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
+MARKED = re.compile(rf"####[ \t]*({NUMBER})")
+ANY = re.compile(NUMBER)
+PHRASE = re.compile(r"\banswer is\b", re.IGNORECASE)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number a text ends up with, None where it has none.
+
+    Thousands commas, a currency sign, a decimal part, a sign (also the typographic minus) and a percent sign are read;
+    a full stop after the number is not part of it. Fractions are not evaluated: "3/4" holds the numbers 3 and 4.
+    """
+    marked = MARKED.search(text)
+    found = marked.group(1) if marked else _after_phrase(text) or next(iter(ANY.findall(text)[-1:]), None)
+    if found is None:
+        return None
+    return Decimal(re.sub(f"[,{CURRENCY}]", "", re.sub("[\u2212\u2013]", "-", found)))
+
+
+def exact_number(text: str, reference: str) -> float:
+    """1.0 where text and reference end up with equal numbers (18 equals 18.00), else 0.0."""
+    expected = final_number(reference)
+    if expected is None:
+        raise ValueError(f"`reference` must hold a number for the score final_number, got {reference[:80]!r}")
+    return float(final_number(text) == expected)
+
+
+def exact(text: str, reference: str) -> float:
+    """1.0 where the two are equal up to white space, else 0.0."""
+    return float(text.split() == reference.split())
+
+
+def rouge(text: str, reference: str, kind: str) -> float:
+    """ROUGE F1 of one text; kind is rouge1, rouge2 or rougeL."""
+    return _rouge_scorer(kind).score(reference, text)[kind].fmeasure
+
+
+def bleu(text: str, reference: str) -> float:
+    """sacreBLEU of one sentence, in [0, 1]; the corpus figure is `eval.quality.corpus_bleu`."""
+    return min(1.0, _sentence_bleu().sentence_score(text, [reference]).score / 100)  # rounding reaches 100.00000000000004
+
+
+def mean_log_probability(target_prob: Sequence[float]) -> float:
+    """The score target_logprob, in nats a token; target_prob: p(token) of the target at every token of the text."""
+    if not len(target_prob):
+        raise ValueError("`target_prob` must hold a probability for every token of the text, got an empty text")
+    return math.fsum(math.log(max(float(p), 1e-30)) for p in target_prob) / len(target_prob)
+
+
+class Score(NamedTuple):
+    """function(text, reference) -> float, None where the text alone does not hold it; metric is its name in tables."""
+
+    function: Callable[[str, str], float] | None
+    metric: str
+
+
+SCORES = {
+    "exact": Score(exact, "exact match"),
+    "final_number": Score(exact_number, "exact match (final number)"),
+    "rouge1": Score(lambda text, reference: rouge(text, reference, "rouge1"), "ROUGE-1"),
+    "rouge2": Score(lambda text, reference: rouge(text, reference, "rouge2"), "ROUGE-2"),
+    "rougeL": Score(lambda text, reference: rouge(text, reference, "rougeL"), "ROUGE-L"),
+    "bleu": Score(bleu, "sentence BLEU"),
+    "target_logprob": Score(None, "target log-probability"),
+}
+
+
+def _after_phrase(text: str) -> str | None:
+    for line in text.split("\n"):
+        phrase = PHRASE.search(line)
+        number = phrase and ANY.search(line, phrase.end())
+        if number:
+            return number.group()
+    return None
+
+
+@cache
+def _rouge_scorer(kind: str):
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind], use_stemmer=True)
+
+
+@cache
+def _sentence_bleu():
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(effective_order=True)
