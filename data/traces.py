@@ -139,21 +139,21 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
     return entry
 
 
-def write_manifest(folder: str | Path, manifest: dict) -> Path:
-    """Write FOLDER/manifest.json in one step; `format` is added."""
-    path = Path(folder) / MANIFEST
+def write_manifest(folder: str | Path, manifest: dict, name: str = MANIFEST) -> Path:
+    """Write FOLDER/NAME in one step; `format` is added. One of several processes has a manifest of its own."""
+    path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{MANIFEST}.part")
+    temporary = path.with_name(f".{name}.part")
     temporary.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2) + "\n")
     os.replace(temporary, path)
     return path
 
 
-def read_manifest(folder: str | Path, incomplete: bool = False) -> dict:
+def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANIFEST) -> dict:
     """The manifest of a folder of traces, checked; `incomplete=True` admits one that is still being gathered."""
-    path = Path(folder) / MANIFEST
+    path = Path(folder) / name
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {MANIFEST}, so it is not a folder of traces; run `diversed gather`")
+        raise FileNotFoundError(f"{folder} holds no {name}, so it is not a folder of traces; run `diversed gather`")
     try:
         manifest = json.loads(path.read_text())
     except ValueError:

@@ -103,7 +103,7 @@ class Batch:
                     engine.hidden,
                 )
             level = probabilities(out.logits.to(self.device), engine.sampling)
-            self._refuse_nan(level, "draft")
+            refuse_nan(level, "draft", self.indices)
             level = level * (tokens[:, first:last] >= 0).unsqueeze(-1)
             rows[:, first:last] = level
             if hidden is not None:
@@ -154,17 +154,8 @@ class Batch:
         positions = self.length.unsqueeze(1) + engine.depth.to(self.device)
         out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
         rows = probabilities(out.logits, engine.sampling)
-        self._refuse_nan(rows, "target")
+        refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
-
-    def _refuse_nan(self, rows: Tensor, which: str) -> None:
-        bad = rows[..., 0].isnan().any(-1)
-        if bad.any():
-            index = self.indices[int(bad.int().argmax())]
-            raise ValueError(
-                f"the {which} model gave logits that are not finite for prompt {index}; "
-                "try another dtype, or check the weights"
-            )
 
     def _share(self, draft: Tensor, weight: Tensor | None) -> Tensor:
         """[B, N] the draft's share at each node, nan where the draft was not run."""
@@ -257,3 +248,13 @@ def prefill(model: Model, tokens: Tensor, cache) -> None:
         positions = slot[start:].expand(len(tokens), -1)
         visible = (slot <= slot[start:].unsqueeze(1)).expand(len(tokens), -1, -1)
         model(chunk, positions, visible, cache, start, last_only=True)
+
+
+def refuse_nan(rows: Tensor, which: str, prompts: list[int]) -> None:
+    """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a distribution."""
+    bad = rows[..., 0].isnan().reshape(len(rows), -1).any(-1)
+    if bad.any():
+        raise ValueError(
+            f"the {which} model gave logits that are not finite for prompt {prompts[int(bad.int().argmax())]}; "
+            "try another dtype, or check the weights"
+        )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# A stop string is looked for in this many more tokens than it has characters: a token may hold part of a character.
+MARGIN = 8
+
 
 @dataclass
 class Completion:
@@ -44,3 +47,16 @@ class Completion:
     def tokens_per_target_call(self) -> float:
         """New tokens per target call, the extra token counted, nothing after the end of the text."""
         return len(self.tokens) / self.target_calls if self.target_calls else 0.0
+
+
+def stopped(tokenizer, tokens: list[int], stop: tuple[str, ...]) -> bool:
+    """Whether a stop string stands at the end of the text; looks at its last tokens only."""
+    if not stop:
+        return False
+    tail = tokenizer.decode(tokens[-max(map(len, stop)) - MARGIN :], skip_special_tokens=True)
+    return any(string in tail for string in stop)
+
+
+def cut(text: str, stop: tuple[str, ...]) -> str:
+    """The text before the first stop string."""
+    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]

@@ -16,7 +16,7 @@ from ..verifier.law import depths
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
 from .cache import ancestors
-from .completion import Completion
+from .completion import Completion, cut, stopped
 from .drafting import Topology, topology
 from .gate import load_gate
 from .model import Pair
@@ -99,6 +99,7 @@ class Engine:
         self.depth = torch.tensor(depths(self.shape.parents))
         self.path = _paths(self.shape)
 
+    @torch.no_grad()
     def run(
         self,
         prompts: dict[int, list[int]],
@@ -135,16 +136,10 @@ class Engine:
     def _finish(self, completion: Completion, max_new_tokens: int, stop: tuple[str, ...]) -> bool:
         """Whether the text has ended; sets `text` and `finished` where it has."""
         tokenizer, tokens = self.pair.tokenizer, completion.tokens
-        ended = bool(tokens) and tokens[-1] in self.pair.eos
-        if stop and not ended:
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            ended = any(string in text for string in stop)
-        completion.finished = ended
-        if not ended and len(tokens) < max_new_tokens:
+        completion.finished = tokens[-1] in self.pair.eos or stopped(tokenizer, tokens, stop)
+        if not completion.finished and len(tokens) < max_new_tokens:
             return False
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        cut = min((text.find(string) for string in stop if string in text), default=len(text))
-        completion.text = text[:cut]
+        completion.text = cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
         return True
 
 

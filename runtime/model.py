@@ -99,7 +99,7 @@ class Model:
         if cache is not None:
             slots = cache.write_at(start, positions)
             extra |= {self._cache_name: cache, "use_cache": True}
-        with torch.inference_mode():
+        with torch.no_grad():
             out = self.module(
                 input_ids=tokens,
                 position_ids=positions,

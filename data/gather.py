@@ -1,0 +1,289 @@
+"""Gather traces: prompts -> sampled texts under a relaxation, their rewards, and the scalars a head is trained on.
+
+Work is cut into fixed units of prompts, one shard file each, decoded with a fixed batch and thread count, so that
+floating point repeats: a run that was killed and started again ends with the same bytes. Several processes may share a
+folder (`num_shards`, `shard_index`, by default from the launcher's environment); the last to finish writes the
+manifest, which equals that of a single process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from ..runtime.completion import cut
+from ..runtime.gate import load_gate
+from ..runtime.model import Pair, load_pair
+from ..runtime.sampler import Sample, Sampler
+from ..runtime.sampling import Sampling
+from ..verifier.head import FEATURES
+from ..verifier.relax import parse
+from .lock import exclusive
+from .scores import mean_log_probability
+from .tasks import DataOptions, Task, load_task
+from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
+
+LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
+
+
+def gather(
+    *,
+    out: str,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    split: str = "train",
+    prompts: int = 400,
+    samples: int = 4,
+    relaxation: str = "ensemble:0.3",
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    max_prompt_tokens: int = 384,
+    max_new_tokens: int | None = None,
+    hidden: bool = False,
+    store_logits: int = 0,
+    unit: int = 32,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "cpu",
+    threads: int = 1,
+    trust_remote_code: bool = False,
+    num_shards: int | None = None,
+    shard_index: int | None = None,
+) -> Path:
+    """Sample texts under a relaxation and store what a head needs to learn from them.
+
+    Args:
+        out: folder for the shards and their manifest; a folder begun with the same options is continued.
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        task: sums, gsm8k, cnndm, xsum, wmt, or jsonl for any file with named fields.
+        data: where the task's rows come from.
+        split: train, validation or test.
+        prompts: how many prompts of the split.
+        samples: texts for each prompt; the policy gradient needs several.
+        relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share) or a bundle folder.
+        sampling: temperature, top_k, top_p, min_p of both models.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        hidden: also store the last hidden states of both models, float16.
+        store_logits: also store this many largest logits of both models, for the `blend: logits` ablation.
+        unit: prompts per shard; unit x samples texts are decoded together.
+        seed: of the order of prompts and of the sampled texts.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, ..., or auto to spread the models.
+        threads: CPU threads; part of what makes a run repeat exactly.
+        trust_remote_code: run model code that comes with a checkpoint.
+        num_shards: number of processes that share this work; by default from the launcher's environment, else 1.
+        shard_index: which of them this one is.
+    """
+    for name, value in (("prompts", prompts), ("samples", samples), ("unit", unit), ("threads", threads)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    num_shards, shard_index = worker(num_shards, shard_index)
+    torch.set_num_threads(threads)
+    pair = load_pair(target, draft, dtype, device, trust_remote_code)
+    loaded = load_task(task, split=split, limit=prompts, seed=seed, data=data)
+    new_tokens = max_new_tokens or loaded.max_new_tokens
+    settings = {
+        "target": {"name": target, "hash": pair.target.hash, "hidden_size": pair.target.hidden_size},
+        "draft": {"name": draft, "hash": pair.draft.hash, "hidden_size": pair.draft.hidden_size},
+        "tokenizer": pair.tokenizer_hash, "vocab": pair.vocab, "sampling": vars(sampling), "relaxation": relaxation,
+        "task": task, "source": loaded.source, "split": split, "metric": loaded.metric, "seed": seed,
+        "prompts": len(loaded.examples), "samples": samples, "unit": unit, "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": new_tokens, "hidden": hidden, "store_logits": store_logits, "dtype": str(pair.target.dtype),
+        "device": str(pair.target.device), "threads": threads, "versions": versions(),
+    }  # fmt: skip
+    parsed = parse(relaxation)
+    sampler = Sampler(
+        pair, parsed, load_gate(parsed, pair, sampling), sampling, new_tokens, loaded.stop, hidden, store_logits
+    )
+    lock = Path(out) if num_shards == 1 else Path(out) / f".worker-{shard_index}-of-{num_shards}"
+    with exclusive(lock):
+        return _Gathering(Path(out), settings, sampler, loaded, num_shards, shard_index).run()
+
+
+def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:
+    """(number of processes, index of this one), from the arguments or else from torchrun's or SLURM's environment."""
+    if num_shards is None and shard_index is None:
+        for size, rank in LAUNCHERS:
+            if size in os.environ and rank in os.environ:
+                num_shards, shard_index = int(os.environ[size]), int(os.environ[rank])
+                break
+    num_shards, shard_index = num_shards or 1, shard_index or 0
+    if not 0 <= shard_index < num_shards:
+        raise ValueError(
+            f"`shard_index` must lie in 0..{num_shards - 1} for num_shards={num_shards}, got {shard_index}"
+        )
+    return num_shards, shard_index
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    import transformers
+
+    from .. import __version__
+
+    return {
+        "diversed": __version__, "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:
+    """Bytes that a trace stores for one token; it does not depend on the vocabulary.
+
+    hidden_numbers: H_draft + H_target where hidden states are stored, else 0.
+    """
+    scalars = 4 + 4 * 4 + 1 + 4 * len(FEATURES)
+    return scalars + 2 * hidden_numbers + (store_logits * 2 * (4 + 2) + 2 * 4 if store_logits else 0)
+
+
+class _Gathering:
+    """One process's part of a folder of traces."""
+
+    def __init__(self, out: Path, settings: dict, sampler: Sampler, task: Task, num_shards: int, shard_index: int):
+        self.out, self.settings, self.sampler, self.task = out, settings, sampler, task
+        self.num_shards = num_shards
+        units = -(-len(task.examples) // settings["unit"])
+        self.units = range(shard_index, units, num_shards)
+        self.name = MANIFEST if num_shards == 1 else f"manifest.{shard_index}-of-{num_shards}.json"
+        self.entries: dict[int, dict] = {}
+
+    def run(self) -> Path:
+        self._resume()
+        missing = [unit for unit in self.units if unit not in self.entries]
+        if not missing:
+            print(f"{self.out}: traces are complete, nothing to gather")
+        else:
+            print(self._estimate(len(missing)))
+            self._gather(missing)
+        self._write(complete=True)
+        self._merge()
+        return self.out
+
+    def _resume(self) -> None:
+        """Keep the shards of an earlier run with the same settings; refuse other settings, name damaged shards."""
+        if not (self.out / self.name).is_file():
+            return
+        manifest = read_manifest(self.out, incomplete=True, name=self.name)
+        for key, value in self.settings.items():
+            if manifest.get(key) != value:
+                raise ValueError(
+                    f"{self.out} was gathered with {key} {manifest.get(key)!r}, now it is {value!r}; "
+                    "choose another --out or delete the folder"
+                )
+        for entry in manifest["shards"]:
+            try:
+                read_shard(self.out, entry, manifest)
+            except (ValueError, OSError) as error:
+                print(f"gathering anew: {error}")
+                continue
+            self.entries[int(entry["file"].removeprefix("shard-").split(".")[0])] = entry
+
+    def _estimate(self, units: int) -> str:
+        s = self.settings
+        texts = min(units * s["unit"], s["prompts"]) * s["samples"]
+        numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
+        each = bytes_per_token(numbers, s["store_logits"])
+        most = texts * s["max_new_tokens"] * each
+        self.out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.out).free
+        warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
+        return (
+            f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a token: "
+            f"at most {most / 1e6:,.1f} MB in {self.out}{warning}"
+        )
+
+    def _gather(self, missing: list[int]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        bar = Progress(*columns, console=console) if console.is_terminal else nullcontext()
+        began, tokens = _now(), 0
+        with bar:
+            step = (
+                bar.add_task("gather", total=len(self.units), completed=len(self.entries))
+                if console.is_terminal
+                else None
+            )
+            for unit in missing:
+                shard = self._unit(unit)
+                self.entries[unit] = write_shard(self.out, unit, shard)
+                self._write(complete=False)
+                tokens += shard.tokens
+                rate = f"{tokens / (_now() - began):,.0f} tokens/s"
+                if step is not None:
+                    bar.update(step, advance=1, description=f"gather {rate}")
+                else:
+                    print(f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True)
+        print(f"gathered {tokens} tokens in {_now() - began:.1f} s, {rate} (sampled tokens, the end token included)")
+
+    def _unit(self, unit: int) -> Shard:
+        """Sample and score one unit of prompts."""
+        size, samples, sampler = self.settings["unit"], self.settings["samples"], self.sampler
+        first = unit * size
+        examples = self.task.examples[first : first + size]
+        limit = min(self.settings["max_prompt_tokens"], _room(sampler.pair, sampler.max_new_tokens))
+        prompts = {first + i: self.task.encode(e, sampler.pair.tokenizer, limit) for i, e in enumerate(examples)}
+        seed = self.settings["seed"]
+        texts = sampler.run(prompts, samples, lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ sample)
+        rewards = [self._reward(text, examples[i // samples]) for i, text in enumerate(texts)]
+        names = [name for name in prompts for _ in range(samples)]
+        return as_shard(texts, names, [i % samples for i in range(len(texts))], rewards)
+
+    def _reward(self, text: Sample, example) -> float:
+        if not self.task.scores_text:
+            return mean_log_probability(text.columns["target_prob"].tolist())
+        answer = self.sampler.pair.tokenizer.decode(text.tokens, skip_special_tokens=True)
+        return self.task.score(cut(answer, self.task.stop), example)
+
+    def _write(self, complete: bool) -> None:
+        shards = [self.entries[unit] for unit in sorted(self.entries)]
+        write_manifest(self.out, {"complete": complete, **self.settings, "shards": shards}, self.name)
+
+    def _merge(self) -> None:
+        """Where every process has finished, write the manifest of the whole."""
+        if self.num_shards == 1:
+            return
+        parts = [f"manifest.{i}-of-{self.num_shards}.json" for i in range(self.num_shards)]
+        if not all((self.out / part).is_file() for part in parts):
+            return
+        manifests = [read_manifest(self.out, incomplete=True, name=part) for part in parts]
+        if all(manifest["complete"] for manifest in manifests):
+            shards = sorted((entry for m in manifests for entry in m["shards"]), key=lambda entry: entry["file"])
+            write_manifest(self.out, {"complete": True, **self.settings, "shards": shards})
+
+
+def as_shard(texts: list[Sample], prompts: list[int], samples: list[int], rewards: list[float]) -> Shard:
+    """The shard that stores these texts in this order."""
+    lengths = torch.tensor([0] + [len(text.tokens) for text in texts])
+    columns = {name: torch.cat([text.columns[name] for text in texts]) for name in texts[0].columns}
+    return Shard(
+        start=lengths.cumsum(0), prompt=torch.tensor(prompts), sample=torch.tensor(samples),
+        reward=torch.tensor(rewards, dtype=torch.float32), finished=torch.tensor([text.finished for text in texts]),
+        **columns,
+    )  # fmt: skip
+
+
+def _room(pair: Pair, new_tokens: int) -> int:
+    """Prompt tokens that fit both contexts beside `new_tokens` new ones."""
+    room = min(pair.target.max_positions, pair.draft.max_positions) - new_tokens
+    if room < 1:
+        raise ValueError(
+            f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of {room + new_tokens}; lower it"
+        )
+    return room
+
+
+def _now() -> float:
+    import time
+
+    return time.perf_counter()

@@ -1,0 +1,198 @@
+"""Texts sampled token by token from the maximal coupling of target and relaxed row, for traces.
+
+Every token is drawn as the target would draw it, x ~ p, and kept with probability min(1, v(x)/p(x)); otherwise it is
+replaced by one from norm(max(v - p, 0)). The law of the text is that of v, exactly what speculative decoding under the
+same relaxation gives, and every replaced token, a *substitution*, is known (ALGORITHMS section 7.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..verifier.head import logit_features
+from ..verifier.law import DraftTree, inverse_cdf
+from ..verifier.relax import Relaxation, relax
+from .batch import prefill, refuse_nan
+from .completion import stopped
+from .decode import check_prompts
+from .gate import Gate
+from .model import Pair
+from .sampling import Sampling, probabilities
+from .uniforms import uniforms
+
+
+@dataclass
+class Sample:
+    """One sampled text.
+
+    tokens:   new tokens, the end token included.
+    finished: ended by an end token or a stop string.
+    columns:  name of a field of `data.traces.Shard` -> [T, ...], one entry a token.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What stays the same for every batch of a gathering."""
+
+    pair: Pair
+    relaxation: Relaxation
+    gate: Gate | None
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    hidden: bool = False
+    store_logits: int = 0
+
+    @torch.no_grad()
+    def run(self, prompts: dict[int, list[int]], samples: int, seed: Callable[[int, int], int]) -> list[Sample]:
+        """`samples` texts for every prompt, prompt by prompt; `seed(prompt, sample)` selects their random numbers."""
+        pair, device = self.pair, self.pair.target.device
+        check_prompts(pair, prompts, self.max_new_tokens)
+        rows = list(prompts.values())
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        repeat = torch.arange(len(rows), device=device).repeat_interleave(samples)
+        caches = []
+        for model in (pair.target, pair.draft):
+            cache = model.cache(longest + self.max_new_tokens)
+            prefill(model, tokens[:, :-1], cache)
+            cache.select(repeat)
+            caches.append(cache)
+        length = torch.tensor([len(row) - 1 for row in rows], device=device)
+        state = _Rows(
+            names=[index for index in prompts for _ in range(samples)],
+            texts=torch.arange(len(repeat), device=device),
+            seed=torch.tensor([seed(index, sample) for index in prompts for sample in range(samples)], device=device),
+            length=length[repeat],
+            last=tokens.gather(1, length.unsqueeze(1))[repeat],
+            caches=caches,
+            base=longest - 1,
+        )
+        return self._texts(state, len(repeat))
+
+    def _texts(self, state: _Rows, count: int) -> list[Sample]:
+        texts = [Sample() for _ in range(count)]
+        steps: list[tuple[list[int], dict[str, Tensor]]] = []
+        alive = list(range(count))
+        for position in range(self.max_new_tokens):
+            new, columns = self._step(state, position)
+            owners, chosen = state.texts.tolist(), new.tolist()
+            steps.append((owners, {name: column.cpu() for name, column in columns.items()}))
+            for row, owner in enumerate(owners):
+                text = texts[owner]
+                if not text.finished:
+                    text.tokens.append(chosen[row])
+                    text.finished = chosen[row] in self.pair.eos or stopped(self.pair.tokenizer, text.tokens, self.stop)
+            alive = [row for row, owner in enumerate(owners) if not texts[owner].finished]
+            if not alive:
+                break
+            state.last = new.unsqueeze(1)
+            if len(alive) <= 0.75 * len(owners):
+                state.select(alive)
+        self._collect(texts, steps)
+        return texts
+
+    @staticmethod
+    def _collect(texts: list[Sample], steps: list[tuple[list[int], dict[str, Tensor]]]) -> None:
+        """Turn columns per step into columns per text, leaving out what rows went on to say after their end."""
+        parts: list[dict[str, list[Tensor]]] = [{} for _ in texts]
+        for position, (owners, columns) in enumerate(steps):
+            for row, owner in enumerate(owners):
+                if position < len(texts[owner].tokens):
+                    for name, column in columns.items():
+                        parts[owner].setdefault(name, []).append(column[row])
+        for text, part in zip(texts, parts, strict=True):
+            text.columns = {name: torch.stack(values) for name, values in part.items()}
+
+    def _step(self, state: _Rows, position: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """One token for every row: tokens [B] and the columns of the trace at this position, each [B, ...]."""
+        needs_hidden = self.hidden or bool(self.gate and self.gate.needs_hidden)
+        slot = state.base + position
+        seen = torch.arange(slot + 1, device=state.length.device)
+        visible = (seen < state.length[:, None, None]) | (seen >= state.base)
+        where = (state.length + position).unsqueeze(1)
+        outs = [
+            model(state.last, where, visible, cache, slot, needs_hidden)
+            for model, cache in zip((self.pair.target, self.pair.draft), state.caches, strict=True)
+        ]
+        logits = [out.logits[:, 0].to(state.length.device) for out in outs]
+        target, draft = (probabilities(values, self.sampling) for values in logits)
+        for rows, which in ((target, "target"), (draft, "draft")):
+            refuse_nan(rows, which, state.names)
+        hidden = torch.cat([outs[1].hidden[:, 0].to(target.device), outs[0].hidden[:, 0]], -1) if needs_hidden else None
+        weight = self._weight(draft, target, hidden)
+        tree = DraftTree(state.last, (-1,), draft.unsqueeze(1), target.unsqueeze(1))
+        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1)).target[:, 0]
+        coins = uniforms(state.seed, state.length + position + 1, 3)
+        token, substituted = couple(target, relaxed, coins)
+        at = token.unsqueeze(1)
+        columns = {
+            "token": token.int(),
+            "target_prob": target.gather(1, at).squeeze(1),
+            "draft_prob": draft.gather(1, at).squeeze(1),
+            "tv": (0.5 * (target - draft).abs().sum(-1)).clamp(0, 1),
+            "weight": weight,
+            "substituted": substituted,
+            "features": logit_features(draft, target),
+        }
+        if self.hidden:
+            columns["hidden"] = hidden.half()
+        if self.store_logits:
+            columns |= _top(logits, self.store_logits)
+        return token, columns
+
+    def _weight(self, draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
+        """[B] the draft's share; nan where the relaxation is not a blend."""
+        if self.gate:
+            return self.gate(draft, target, hidden).float()
+        constant = {"none": 0.0, "ensemble": (self.relaxation.parameters or (0.0,))[0]}
+        return torch.full(draft.shape[:1], float(constant.get(self.relaxation.name, float("nan"))), device=draft.device)
+
+
+@dataclass
+class _Rows:
+    """Rows of a batch between steps; `base` is the slot of the first root, the same for all."""
+
+    names: list[int]
+    texts: Tensor
+    seed: Tensor
+    length: Tensor
+    last: Tensor
+    caches: list
+    base: int
+
+    def select(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self.length.device)
+        self.names = [self.names[row] for row in rows]
+        for name in ("texts", "seed", "length", "last"):
+            setattr(self, name, getattr(self, name)[index])
+        for cache in self.caches:
+            cache.select(index)
+
+
+def couple(target: Tensor, relaxed: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens [B], substituted [B] bool) from the maximal coupling of rows [B, V]; coins [B, 3] in [0, 1)."""
+    own = inverse_cdf(target, coins[:, :1])
+    ratio = relaxed.gather(1, own) / target.gather(1, own)
+    other = inverse_cdf((relaxed - target).clamp_min(0), coins[:, 2:])
+    replaced = coins[:, 1:2] >= ratio
+    return torch.where(replaced, other, own).squeeze(1), replaced.squeeze(1)
+
+
+def _top(logits: list[Tensor], k: int) -> dict[str, Tensor]:
+    """The k largest logits of both models, their tokens, and the probability (at temperature 1) outside them."""
+    columns = {}
+    for name, values in zip(("target", "draft"), logits, strict=True):
+        top, index = values.float().topk(min(k, values.shape[-1]), dim=-1)
+        mass = (top - values.float().logsumexp(-1, keepdim=True)).exp().sum(-1)
+        columns |= {f"{name}_top": top.half(), f"{name}_top_index": index.int(), f"{name}_rest": (1 - mass).clamp(0, 1)}
+    return columns
