@@ -61,7 +61,8 @@ def rouge(text: str, reference: str, kind: str) -> float:
 
 def bleu(text: str, reference: str) -> float:
     """sacreBLEU of one sentence, in [0, 1]; the corpus figure is `eval.quality.corpus_bleu`."""
-    return min(1.0, _sentence_bleu().sentence_score(text, [reference]).score / 100)  # rounding reaches 100.00000000000004
+    # Rounding takes a perfect text to 100.00000000000004.
+    return min(1.0, _sentence_bleu().sentence_score(text, [reference]).score / 100)
 
 
 def mean_log_probability(target_prob: Sequence[float]) -> float:
