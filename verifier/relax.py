@@ -27,9 +27,10 @@ Proof. Draw both texts step by step; while they agree, the next pair of tokens c
 relaxed row and the target's row at their common context, so they part at that step with probability TV of the two rows
 there. P(texts differ) is at most the expected sum of these over the steps, taken along the relaxed text. The relaxed
 row may depend on the whole past, block boundaries included, because the bound conditions on it; so it holds for a
-weight that is set to 0 by a budget, and a row that keeps the target's costs 0. With `budget=b`, every row from the root of a
-block to the stopping node is charged, and a node whose charge would make the sum along its path pass b keeps the
-target's row. The sum is then at most b on every text, hence TV <= b, and the expected number of substitutions is too.
+weight that is set to 0 by a budget, and a row that keeps the target's costs 0. With `budget=b`, every row from the
+root of a block to the stopping node is charged, and a node whose charge would make the sum along its path pass b keeps
+the target's row. The sum is then at most b on every text, hence TV <= b, and so is the expected number of
+substitutions.
 """
 
 from __future__ import annotations
