@@ -1,0 +1,239 @@
+"""Scores agree with their public definitions; intervals cover what they claim and pair what they should."""
+
+import json
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import numpy
+import pytest
+from diversed.assets.sums import problems
+from diversed.data.scores import SCORES, bleu, exact, exact_number, final_number, mean_log_probability, rouge
+from diversed.eval.quality import bootstrap, corpus_bleu, paired_bootstrap
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", "18"),
+        ("#### -3", "-3"),
+        ("#### 1,234.50", "1234.50"),
+        ("####7", "7"),
+        ("#### $18", "18"),
+        ("#### 18.", "18"),
+        ("#### 109,200,000", "109200000"),
+        ("#### 72\n\nQuestion: and 5?\n#### 6", "72"),
+        ("#### Step 1: add\nso it is 9", "9"),
+        ("He has 4. The answer is 18. Then 5.", "18"),
+        ("THE FINAL ANSWER IS: **$-5**, not 7", "-5"),
+        ("The answer is\n12, or 3", "3"),
+        ("The answer is easy.\nThe answer is 8. 9", "8"),
+        ("He pays $1,000.", "1000"),
+        ("10-3", "3"),
+        ("48/2=<<48/2=24>>24 clips", "24"),
+        ("x = \u22123", "-3"),
+        ("(-$3)", "-3"),
+        ("it fell by \u20133", "-3"),
+        ("- 3", "3"),
+        ("18%", "18"),
+        ("3/4", "4"),
+        (".5", "0.5"),
+        ("1,2,3", "3"),
+        ("5.", "5"),
+        ("\u0663", None),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_final_number_reads_what_a_person_would(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_equal_numbers_score_one_however_they_are_written():
+    assert exact_number("The answer is 18.00 dollars", "so\n#### 18") == 1.0
+    assert exact_number("#### 1,000", "#### 1000") == 1.0
+    assert exact_number("#### 19", "#### 18") == 0.0
+    assert exact_number("no idea", "#### 18") == 0.0
+
+
+def test_reference_without_a_number_is_refused():
+    with pytest.raises(ValueError, match="`reference` must hold a number"):
+        exact_number("#### 1", "none")
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 99))
+def test_a_number_survives_every_way_of_writing_it(whole, cents):
+    for written in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}"):
+        for frame in ("#### {}", "The answer is {}.", "so in the end {}", "#### {}\n\nQuestion: 5"):
+            assert final_number(frame.format(written)) == Decimal(f"{whole}.{cents:02}")
+
+
+@given(st.text(alphabet="0123456789,.-#$ answeri\n", max_size=60))
+def test_final_number_never_fails_and_keeps_to_the_public_marker(text):
+    found = final_number(text)
+    assert found is None or found.is_finite()
+    public = re.search(r"#### (-?[0-9]+)(?![0-9,.])", text)
+    if public and text.index("####") == public.start():
+        assert found == Decimal(public.group(1))
+
+
+@needs_shared
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
+def test_gsm8k_references_agree_with_the_public_regex(split, count):
+    with open(SHARED / "gsm8k" / f"{split}.jsonl", encoding="utf-8") as lines:
+        answers = [json.loads(line)["answer"] for line in lines]
+    assert len(answers) == count
+    for answer in answers:
+        public = re.search(r"#### (\-?[0-9\.\,]+)", answer).group(1).replace(",", "")
+        assert final_number(answer) == Decimal(public)
+        assert exact_number(answer, answer) == 1.0
+        assert exact_number(f"The answer is {public}.", answer) == 1.0
+
+
+def test_sums_references_end_in_the_number_after_the_marker():
+    for row in problems("test", 50, 0):
+        assert final_number(row["reference"]) == int(row["reference"].split("#### ")[1])
+
+
+def test_rouge_matches_counts_by_hand():
+    text, reference = "the dog sat on a mat", "the cat sat on the mat"
+    assert rouge(text, reference, "rouge1") == pytest.approx(4 / 6, abs=1e-12)  # the, sat, on, mat
+    assert rouge(text, reference, "rouge2") == pytest.approx(1 / 5, abs=1e-12)  # sat on
+    assert rouge(text, reference, "rougeL") == pytest.approx(4 / 6, abs=1e-12)
+    assert rouge("", reference, "rouge2") == 0.0
+    assert rouge("Running dogs!", "run dog", "rouge2") == 1.0  # case, punctuation and Porter stems do not count
+
+
+SENTENCES = [
+    "Pawnbrokers shine in Singapore as the middle class feels the pinch.",
+    "The middle class in Singapore is feeling a pinch, and pawnbrokers shine.",
+    "Organisers said almost 890,000 people visited the festival.",
+    "Nearly 890,000 people came to Edinburgh's festival, said organisers.",
+]
+
+
+@pytest.mark.parametrize("kind", ["rouge1", "rouge2", "rougeL"])
+def test_rouge_agrees_with_torchmetrics(kind):
+    from torchmetrics.functional.text.rouge import rouge_score
+
+    for text in SENTENCES:
+        for reference in SENTENCES:
+            other = rouge_score(text, reference, use_stemmer=True, rouge_keys=kind)[f"{kind}_fmeasure"]
+            assert rouge(text, reference, kind) == pytest.approx(float(other), abs=1e-6)  # torchmetrics is float32
+
+
+def test_bleu_agrees_with_torchmetrics():
+    from torchmetrics.functional.text import sacre_bleu_score
+
+    # With shared 4-grams: torchmetrics gives 0 where sacreBLEU smooths a missing order.
+    texts, references = [sentence.replace("the", "their") for sentence in SENTENCES], SENTENCES
+    points, signature = corpus_bleu(texts, references)
+    other = float(sacre_bleu_score(texts, [[reference] for reference in references]))
+    assert points / 100 == pytest.approx(other, abs=1e-6)  # torchmetrics is float32
+    assert "tok:13a" in signature and "smooth:exp" in signature
+
+
+def test_bleu_of_one_sentence_lies_between_nothing_and_itself():
+    assert bleu(SENTENCES[0], SENTENCES[0]) == 1.0
+    assert bleu("", SENTENCES[0]) == 0.0
+    assert 0.0 < bleu(SENTENCES[1], SENTENCES[0]) < 1.0
+
+
+def test_corpus_bleu_refuses_unpaired_texts():
+    with pytest.raises(ValueError, match="as many as `references`, at least one, got 1 and 2"):
+        corpus_bleu(["a"], ["a", "b"])
+
+
+def test_exact_ignores_white_space_only():
+    assert exact(" a  b\n", "a b") == 1.0
+    assert exact("A b", "a b") == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name, score in SCORES.items() if score.function])
+def test_every_score_gives_a_text_equal_to_its_reference_one(name):
+    assert SCORES[name].function("so the sum is\n#### 12", "so the sum is\n#### 12") == pytest.approx(1.0, abs=1e-12)
+
+
+def test_target_log_probability_is_a_mean_in_nats():
+    assert mean_log_probability([0.5, 0.25]) == pytest.approx(-1.5 * math.log(2), abs=1e-12)
+    assert mean_log_probability([0.0]) == pytest.approx(math.log(1e-30), abs=1e-9)
+    with pytest.raises(ValueError, match="empty text"):
+        mean_log_probability([])
+
+
+def test_bootstrap_agrees_with_the_normal_interval():
+    values = (numpy.random.default_rng(0).random(1000) < 0.3).astype(float)
+    mean, low, high = bootstrap(values)
+    half = 1.96 * math.sqrt(mean * (1 - mean) / 1000)
+    assert mean == values.mean()
+    # A percentile of 10,000 resamples wobbles by 0.02 to 0.03 standard errors; 0.1 is out of its reach.
+    assert low == pytest.approx(mean - half, abs=0.1 * half)
+    assert high == pytest.approx(mean + half, abs=0.1 * half)
+    assert bootstrap(values) == (mean, low, high)
+
+
+def test_bootstrap_covers_the_truth_about_nineteen_times_in_twenty():
+    generator = numpy.random.default_rng(1)
+    covered = 0
+    for trial in range(400):
+        _, low, high = bootstrap(generator.random(100), resamples=400, seed=trial)
+        covered += low <= 0.5 <= high
+    # Binomial(400, .95) has standard deviation 4.4; four of them and one for the percentile's own finite-sample loss.
+    assert 400 * 0.95 - 22 <= covered <= 400 * 0.95 + 18
+
+
+def test_copies_of_a_text_add_no_certainty_when_resampled_by_prompt():
+    values = numpy.random.default_rng(2).random(50)
+    copies, prompts = numpy.repeat(values, 8), numpy.repeat(numpy.arange(50), 8)
+    assert bootstrap(copies, clusters=prompts) == pytest.approx(bootstrap(values), abs=1e-12)
+    _, low, high = bootstrap(copies)
+    assert high - low < 0.5 * (bootstrap(values)[2] - bootstrap(values)[1])
+
+
+def test_order_of_the_texts_and_names_of_the_prompts_do_not_matter():
+    values, prompts = [0.0, 1.0, 1.0, 0.5], [3, 9, 3, 9]
+    assert bootstrap(values, clusters=prompts) == bootstrap([1.0, 0.5, 0.0, 1.0], clusters=[3, 9, 3, 9])
+
+
+def test_pairing_removes_what_both_methods_share():
+    difficulty = numpy.random.default_rng(3).random(200)
+    difference, low, high = paired_bootstrap(difficulty - 0.01, difficulty)
+    assert difference == pytest.approx(-0.01, abs=1e-12)
+    assert low == pytest.approx(-0.01, abs=1e-12) and high == pytest.approx(-0.01, abs=1e-12)
+    _, low, high = bootstrap(difficulty)
+    assert high - low > 0.05
+
+
+def test_paired_bootstrap_is_antisymmetric_and_zero_against_itself():
+    first, second = numpy.random.default_rng(4).random((2, 60))
+    prompts = numpy.arange(60) // 3
+    difference, low, high = paired_bootstrap(first, second, prompts)
+    # Percentiles of 10,000 numbers lie between two of them: mirrored interpolation, equal to rounding.
+    assert paired_bootstrap(second, first, prompts) == pytest.approx((-difference, -high, -low), abs=1e-12)
+    assert paired_bootstrap(first, first, prompts) == (0.0, 0.0, 0.0)
+
+
+def test_one_prompt_gives_an_interval_of_no_width():
+    assert bootstrap([0.25]) == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: bootstrap([]), "`values` must be .* at least one"),
+        (lambda: bootstrap([1.0, math.nan]), "finite numbers"),
+        (lambda: bootstrap([1.0, 2.0], clusters=[1]), r"`clusters` must be \[S\] like `values` \[2\], got \[1\]"),
+        (lambda: bootstrap([1.0], resamples=0), "`resamples` must be at least 1"),
+        (lambda: paired_bootstrap([1.0], [1.0, 2.0]), "scored on the same prompts"),
+    ],
+)
+def test_unusable_scores_are_refused_in_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        call()
+    assert "\n" not in str(caught.value)
