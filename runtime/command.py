@@ -37,8 +37,8 @@ def decode_command(
         draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else `sums-draft`.
         method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer, package.module:NAME, or plain
             (the target alone).
-        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2, typical:0.09,0.3 or a bundle
-            folder; after it `;bias=0.5` and `;budget=3`.
+        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2, typical:0.09,0.3 or a
+            bundle folder; after it `;bias=0.5` and `;budget=3`.
         draft_length: tokens on a drafted path.
         branches: paths, or children of a node, of the methods that verify a tree; 3 by default.
         trunk: single drafted tokens before a tree's first branching.
@@ -78,7 +78,7 @@ def statistics(completion: Completion) -> str:
     share = f"{c.accepted / c.drafted:.2f} ({c.accepted} of {c.drafted} drafted)" if c.drafted else "no draft"
     weight = "" if c.mean_weight != c.mean_weight else f", mean weight of the draft {c.mean_weight:.2f}"
     return "\n".join((
-        f"tokens: {count}, the end token included, in {c.seconds:.2f} s: {count / c.seconds:.1f} tokens/s with the prefill",
+        f"tokens: {count}, the end token included, in {c.seconds:.2f} s, {count / c.seconds:.1f} tokens/s",
         f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls; the extra token counts)",
         f"accepted share: {share}",
         f"expected substitutions: {c.substitutions:.2f}, {100 * c.substitutions / count:.2f} per 100 tokens{weight}",

@@ -166,9 +166,9 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    tokenizers = [_load_tokenizer(name, trust_remote_code) for name in (target, draft)]
+    tokenizers = [load_tokenizer(name, trust_remote_code) for name in (target, draft)]
     _same_tokenizer(*tokenizers, target, draft)
-    modules = [_load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
+    modules = [load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
     return make_pair(*modules, tokenizers[0], names=(target, draft))
 
 
@@ -202,13 +202,15 @@ def _split(name: str) -> tuple[str, dict]:
     return name, {}
 
 
-def _load_tokenizer(name: str, trust_remote_code: bool):
+def load_tokenizer(name: str, trust_remote_code: bool = False):
+    """The tokenizer of a folder, hub name, .gguf file or packaged model."""
     from transformers import AutoTokenizer
 
     return _loaded(name, "tokenizer", AutoTokenizer, trust_remote_code=trust_remote_code)
 
 
-def _load_module(name: str, dtype: str, device: str, trust_remote_code: bool):
+def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False):
+    """The Hugging Face module of a folder, hub name, .gguf file or packaged model."""
     from transformers import AutoModelForCausalLM
 
     keywords = {"dtype": DTYPES["float32" if name in PACKAGED and dtype == "auto" else dtype]}
