@@ -1,0 +1,419 @@
+"""Tasks: every row in one split, the article alone gives way, and a user's mistake is one sentence."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+from diversed.data.prompts import Example
+from diversed.data.tasks import TASKS, DataOptions, load_task
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
+SPLITS = ("train", "validation", "test")
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(specials: str = "<s> $A", chat: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8, and the special tokens that `specials` puts around a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(specials, special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=chat)
+
+
+BYTES = byte_tokenizer()
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def numbered(count: int, start: int = 0) -> list[dict]:
+    return [{"prompt": f"What is {i}?", "answer": f"#### {i}"} for i in range(start, start + count)]
+
+
+ANSWERS = {"reference_field": "answer", "score": "final_number"}
+
+
+# Splits
+
+
+def test_a_lone_file_is_split_into_three_disjoint_parts_that_are_all_of_it(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(2000))
+    parts = [{e.id for e in load_task("jsonl", path, split).examples} for split in SPLITS]
+    assert [len(part) for part in parts] == pytest.approx([1600, 200, 200], abs=60)  # four standard deviations
+    assert len(set.union(*parts)) == sum(map(len, parts)) == 2000
+
+
+@given(st.lists(st.text("ab \u00e9", min_size=1, max_size=3).filter(str.strip), min_size=1, max_size=40))
+def test_equal_prompts_never_straddle_two_splits(tmp_path_factory, prompts):
+    path = write(tmp_path_factory.mktemp("rows") / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+    seen = {}
+    for split in SPLITS:
+        try:
+            examples = load_task("jsonl", path, split).examples
+        except ValueError as error:
+            assert "is empty: it is carved from" in str(error)
+            continue
+        for example in examples:
+            assert seen.setdefault(example.prompt, split) == split
+
+
+def test_membership_depends_on_no_limit_no_seed_and_no_other_row(tmp_path):
+    small = write(tmp_path / "small.jsonl", numbered(300))
+    large = write(tmp_path / "large.jsonl", numbered(300) + numbered(300, 300))
+    for split in SPLITS:
+        whole = {e.prompt for e in load_task("jsonl", small, split).examples}
+        assert {e.prompt for e in load_task("jsonl", small, split, limit=10, seed=7).examples} <= whole
+        assert whole <= {e.prompt for e in load_task("jsonl", large, split, seed=3).examples}
+
+
+def test_a_smaller_limit_is_the_beginning_of_a_larger_one(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(100))
+    all_of_them = load_task("jsonl", path).examples
+    assert load_task("jsonl", path, limit=5).examples == all_of_them[:5]
+    assert load_task("jsonl", path, seed=1).examples != all_of_them
+
+
+def test_a_split_with_its_own_file_is_that_file_and_only_the_missing_one_is_carved(tmp_path):
+    write(tmp_path / "train.jsonl", numbered(500))
+    write(tmp_path / "test.jsonl", numbered(50, 1000))
+    train, validation, test = (load_task("jsonl", str(tmp_path), split).examples for split in SPLITS)
+    assert len(test) == 50 and len(train) + len(validation) == 500
+    assert 20 <= len(validation) <= 80  # Binomial(500, .1): 50 +- 4.5 standard deviations of 6.7
+    write(tmp_path / "dev.jsonl", numbered(7, 2000))
+    assert len(load_task("jsonl", str(tmp_path), "validation").examples) == 7
+    assert len(load_task("jsonl", str(tmp_path), "train").examples) == 500
+
+
+def test_whole_takes_every_row_for_any_split_and_says_so(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(30))
+    task = load_task("jsonl", path, "test", data=DataOptions(whole=True))
+    assert len(task.examples) == 30
+    assert task.source == f"30 of 30 rows of {path}"
+    assert "carved out as train" in load_task("jsonl", path).source
+
+
+def test_json_arrays_and_gzip_hold_the_same_rows_as_lines(tmp_path):
+    rows = numbered(40) + [{"prompt": "line\u2028separator \u00e9"}]
+    expected = [e.prompt for e in load_task("jsonl", write(tmp_path / "a.jsonl", rows)).examples]
+    text = json.dumps(rows, indent=1, ensure_ascii=False)
+    (tmp_path / "b.json").write_text("\ufeff" + text, encoding="utf-8")
+    lines = "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "d.json.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("b.json", "c.jsonl.gz", "d.json.gz"):
+        assert [e.prompt for e in load_task("jsonl", str(tmp_path / name)).examples] == expected
+
+
+# Schemas
+
+
+HUB = {
+    "gsm8k": ({"question": "What is 3+4?", "answer": "3+4=<<3+4=7>>7\n#### 7"}, "What is 3+4?", ""),
+    "cnndm": ({"article": "Long news.", "highlights": "News .\nLong .", "id": "f00"}, "", "Long news."),
+    "xsum": ({"document": "Long news.", "summary": "News.", "id": "1"}, "", "Long news."),
+    "wmt": ({"translation": {"de": "Guten Tag.", "en": "Good day."}}, "Guten Tag.", ""),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_schema_reads_like_the_same_rows_from_a_file(name, monkeypatch, tmp_path):
+    row, prompt, article = HUB[name]
+    asked = []
+
+    def load_dataset(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return datasets.Dataset.from_list([row])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (hub,) = load_task(name, split="test").examples
+    assert asked == [(*TASKS[name].hub, "test")]
+    (local,) = load_task(name, write(tmp_path / "r.jsonl", [row]), "test", data=DataOptions(whole=True)).examples
+    assert (hub.before, hub.article, hub.after, hub.reference) == (
+        local.before,
+        local.article,
+        local.after,
+        local.reference,
+    )
+    assert hub.article == article and prompt in hub.prompt
+    assert hub.id == f"row 0 of {TASKS[name].hub[0]} test"
+
+
+def test_gsm8k_validation_is_carved_from_the_hub_s_train_split(monkeypatch):
+    rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(400)]
+    stored = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:9])}
+    monkeypatch.setattr(datasets, "load_dataset", lambda repository, configuration, split: stored[split])
+    train, validation, test = ({e.prompt for e in load_task("gsm8k", split=split).examples} for split in SPLITS)
+    assert not train & validation and len(train | validation) == 400 and len(test) == 9
+
+
+def test_hub_rows_without_a_text_are_left_out(monkeypatch):
+    rows = [{"document": text, "summary": "s"} for text in ("", "a", " ", "b")] + [{"document": "c", "summary": None}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert {e.article for e in load_task("xsum").examples} == {"a", "b"}
+    assert len(load_task("xsum", limit=2).examples) == 2
+
+
+def test_unreachable_hub_is_one_sentence_that_offers_local_files(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub\nTraceback")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        OSError, match="cannot load openai/gsm8k from the hub .* local files with `data.path`"
+    ) as caught:
+        load_task("gsm8k")
+    assert "\n" not in str(caught.value)
+
+
+def test_sums_makes_its_own_problems_and_scores_them():
+    task = load_task("sums", split="test", limit=20, seed=3)
+    assert len(task.examples) == 20 and task.examples[:5] == load_task("sums", split="test", limit=5, seed=3).examples
+    for example in task.examples:
+        assert task.score(example.reference, example) == 1.0
+        assert task.score("#### 1000", example) == 0.0
+    assert not {e.prompt for e in task.examples} & {e.prompt for e in load_task("sums", limit=20, seed=3).examples}
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "path", "count"),
+    [
+        ("gsm8k", "gsm8k", 1319),
+        ("gsm8k", "spec_bench/question.jsonl", 80),
+        ("cnndm", "spec_bench", 80),
+        ("xsum", "xsum", 100),
+        ("wmt", "wmt/wmt22.de-en.json", 1984),
+        ("wmt", "spec_bench", 80),
+    ],
+)
+def test_real_files_give_prompts_without_their_answers(name, path, count):
+    task = load_task(name, str(SHARED / path), "test", data=DataOptions(whole=True))
+    assert len(task.examples) == count == len({e.id for e in task.examples})
+    before, article, after = TASKS[name].template.partition("{article}")
+    for example in task.examples:
+        assert example.reference.strip()
+        if article:
+            assert (example.before, example.after) == (before, after)
+            assert not re.search(r"^Summarize|###|Summarize the above", example.article)
+        else:
+            assert example.prompt.count("Translate") <= 1 and example.after == ""
+    for example in task.examples[:10]:
+        assert task.score(example.reference, example) == pytest.approx(1.0, abs=1e-12)
+        assert task.score("", example) == 0.0
+
+
+# Options
+
+
+def test_named_fields_make_a_task_of_any_file(tmp_path):
+    row = {"q": "Who won?", "text": "A {long} story.", "gold": {"short": "Ada"}}
+    data = DataOptions(
+        path=write(tmp_path / "r.jsonl", [row]), whole=True, prompt_field="q", article_field="text", score="exact",
+        reference_field="gold.short", template="{article}\n{{Q}} {prompt}\nA:", stop=("\n",), max_new_tokens=9,
+    )  # fmt: skip
+    task = load_task("jsonl", data=data)
+    (example,) = task.examples
+    assert (example.before, example.article, example.after) == ("", "A {long} story.", "\n{Q} Who won?\nA:")
+    assert (task.stop, task.max_new_tokens, task.metric) == (("\n",), 9, "exact match")
+    assert task.score(" Ada\n", example) == 1.0
+
+
+def test_a_task_takes_other_field_names_and_keeps_its_instruction(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"aufgabe": "3+4?", "answer": "#### 7"}])
+    task = load_task("gsm8k", path, data=DataOptions(prompt_field="aufgabe", whole=True))
+    assert task.examples[0].prompt == TASKS["gsm8k"].template.replace("{prompt}", "3+4?")
+    assert task.examples[0].reference == "#### 7"
+
+
+def test_target_log_probability_needs_no_reference_for_any_task(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"question": "3+4?"}])
+    task = load_task("gsm8k", path, data=DataOptions(score="target_logprob", whole=True))
+    assert task.examples[0].reference is None and not task.scores_text
+    with pytest.raises(ValueError, match="read off the target's rows"):
+        task.score("7", task.examples[0])
+    assert load_task("jsonl", write(tmp_path / "p.jsonl", numbered(9))).metric == "target log-probability"
+
+
+# Prompts
+
+
+@given(
+    st.text("ab\u00e9\U0001f600 ", max_size=60),
+    st.text("xy\u00fc", max_size=8),
+    st.text("xy\u00fc", max_size=8),
+    st.integers(0, 90),
+)
+def test_only_the_end_of_the_article_gives_way(article, before, after, limit):
+    example = Example(before, article, after, None, "line 1")
+    task = load_task("sums", limit=1)
+    fixed = 1 + len((before + after).encode())
+    if fixed > limit:
+        with pytest.raises(ValueError, match=f"of line 1 has {fixed} tokens, the limit is {limit};"):
+            task.encode(example, BYTES, limit)
+        return
+    ids = task.encode(example, BYTES, limit)
+    assert ids[0] == BYTES.bos_token_id and len(ids) <= limit
+    text = BYTES.decode(ids[1:])
+    kept = text[len(before) : len(text) - len(after)]
+    assert text == before + kept + after and article.startswith(kept)
+    assert kept == article or len(ids) + len(article[len(kept)].encode()) > limit  # one more letter would not fit
+
+
+@pytest.mark.parametrize("specials", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+def test_special_tokens_stand_in_front_and_never_behind(specials):
+    tokenizer = byte_tokenizer(specials)
+    example = Example("Hi ", "long article", "?", None, "line 1")
+    for limit in (100, 10):
+        ids = load_task("sums", limit=1).encode(example, tokenizer, limit)
+        assert (ids[0] == tokenizer.bos_token_id) == specials.startswith("<s>")
+        assert tokenizer.eos_token_id not in ids
+        assert len(ids) == min(limit, 16 + specials.startswith("<s>"))
+
+
+def test_chat_wraps_the_shortened_prompt_in_one_user_turn(tmp_path):
+    tokenizer = byte_tokenizer(chat=CHAT)
+    data = DataOptions(article_field="text", template="Read {article} End", chat=True, whole=True)
+    task = load_task("jsonl", write(tmp_path / "r.jsonl", [{"text": "a" * 99}]), data=data)
+    ids = task.encode(task.examples[0], tokenizer, 60)
+    assert ids.count(tokenizer.bos_token_id) == 1 and len(ids) == 60
+    assert re.fullmatch(r"<user>Read a+ End\n<assistant>", tokenizer.decode(ids[1:]))
+
+
+def test_chat_without_a_template_is_refused():
+    with pytest.raises(ValueError, match="`data.chat` needs a tokenizer with a chat template"):
+        task = load_task("sums", limit=1, data=DataOptions(chat=True))
+        task.encode(task.examples[0], BYTES, 500)
+
+
+@needs_shared
+def test_a_real_tokenizer_keeps_instruction_and_end_of_real_articles():
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SHARED.parent / "models" / "stories260K")
+    task = load_task("cnndm", str(SHARED / "spec_bench"), limit=5)
+    for example in task.examples:
+        ids = task.encode(example, tokenizer, 256)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        # A cut can change how neighbouring letters merge, so the budget may be missed by a few tokens.
+        assert 246 <= len(ids) <= 256
+        assert example.after.strip() in text and text.lstrip().startswith("Article:")
+
+
+# Mistakes
+
+
+def mistake(tmp_path, name="jsonl", content: bytes | None = b'{"prompt": "p"}\n', file="r.jsonl", **options):
+    """The one sentence that loading a file with this content ends in."""
+    path = tmp_path / file
+    if content is not None:
+        path.write_bytes(content)
+    split = options.pop("split", "train")
+    limit = options.pop("limit", None)
+    with pytest.raises((ValueError, OSError)) as caught:
+        load_task(name, str(path), split, limit, data=DataOptions(**{"whole": True} | options))
+    sentence = str(caught.value)
+    assert "\n" not in sentence and len(sentence) < 400
+    return sentence
+
+
+ROW = b'{"prompt": "p", "gold": "7"}\n'
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"content": None}, ["r.jsonl does not exist"]),
+        ({"content": b"", "file": "r.csv"}, ["must end in one of .jsonl, .json, .jsonl.gz, .json.gz", "r.csv"]),
+        ({"content": b""}, ["r.jsonl is empty"]),
+        ({"content": b"\n \n"}, ["r.jsonl is empty"]),
+        ({"content": b"[]"}, ["r.jsonl is empty"]),
+        ({"content": ROW + b"{oops\n"}, ["line 2 of", "must be JSON", "{oops"]),
+        ({"content": b'[{"prompt": "p"},\n{"prompt" "q"}]', "file": "r.json"}, ["line 2 of", "must be JSON"]),
+        ({"content": b"[" * 100_000}, ["must be JSON"]),
+        ({"content": ROW + b"3\n"}, ["line 2 of r.jsonl must be an object with named fields, got 3"]),
+        ({"content": ROW * 2 + b'{"prompt": "\xff"}\n'}, ["must be UTF-8, line 3 is not"]),
+        ({"content": b"plain", "file": "r.jsonl.gz"}, ["must be a whole gzip file"]),
+        ({"content": gzip.compress(ROW * 99)[:-9], "file": "r.jsonl.gz"}, ["must be a whole gzip file"]),
+        ({"content": ROW + b'{"prompt": " "}\n'}, ["line 2 of r.jsonl has an empty prompt (field prompt)"]),
+        ({"content": ROW + b'{"prompt": null}\n'}, ["line 2 of r.jsonl", "got null"]),
+        ({"content": ROW + b'{"other": "q"}\n'}, ["line 2 of r.jsonl has no field prompt, it has other"]),
+        ({"content": b'{"prompt": "\\ud800"}\n'}, ["line 1 of r.jsonl must hold valid Unicode"]),
+        ({"content": b'{"prompt": ["p"]}\n'}, ["got a list", "name what is inside, such as prompt.0"]),
+        ({"content": b'{"prompt": {"de": "p"}}\n'}, ["got a dict", "such as prompt.de"]),
+        ({"content": b'{"prompt": []}\n'}, ["got a list"]),
+        ({"content": ROW, "prompt_field": "promt"}, ["no field promt, it has prompt, gold; did you mean prompt?"]),
+        ({"content": ROW, "reference_field": "goold", "score": "exact"}, ["no field goold", "did you mean gold?"]),
+        ({"content": ROW, "reference_field": "gold"}, ["`data.score` must say how", "rougeL"]),
+        ({"content": ROW, "score": "exact"}, ["the score exact needs `data.reference_field`"]),
+        ({"content": ROW, "score": "rougel", "reference_field": "gold"}, ["'rougel'; did you mean rougeL?"]),
+        ({"content": b'{"prompt": "p", "answer": ""}\n', **ANSWERS}, ["line 1 of r.jsonl has an empty reference"]),
+        (
+            {"content": b'{"prompt": "p", "answer": "x"}\n', **ANSWERS},
+            ["line 1 of r.jsonl must hold a number in answer"],
+        ),
+        ({"content": ROW, "template": "no place"}, ["`data.template` must hold {prompt} once, got neither"]),
+        ({"content": ROW, "template": "{prompt} {article}"}, ["must hold {prompt} once, got {prompt}, {article}"]),
+        ({"content": ROW, "template": "{prompt} {"}, ["`data.template` must be text around {prompt} or {article}"]),
+        ({"content": ROW, "stop": ("",)}, ["`data.stop` must be a list of texts, none empty"]),
+        ({"content": ROW, "stop": "###"}, ["`data.stop` must be a list of texts"]),
+        ({"content": ROW, "max_new_tokens": 0}, ["`data.max_new_tokens` must be at least 1, got 0"]),
+        ({"content": ROW, "limit": 0}, ["`limit` must be at least 1 or left out, got 0"]),
+        ({"content": ROW, "split": "valdation"}, ["'valdation'; did you mean validation?"]),
+        (
+            {"content": ROW, "whole": False, "split": "validation"},
+            ["the validation split of", "is empty: it is carved from 1 rows"],
+        ),
+        ({"content": ROW, "name": "gsm8k"}, ["line 1 of r.jsonl must have the fields question, answer; or turns.0"]),
+        ({"content": ROW, "name": "sums"}, ["the task sums makes its own problems, leave out `data.path`"]),
+        ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean gsm8k?"]),
+        ({"content": ROW, "name": "mbpp"}, ["the task mbpp needs a sandbox"]),
+        ({"content": ROW, "name": "humaneval"}, ["the task humaneval needs a sandbox"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_says_where_and_what_instead(tmp_path, given, words):
+    sentence = mistake(tmp_path, **given)
+    for word in words:
+        assert word in sentence
+
+
+def test_a_mistyped_file_name_brings_the_nearest_one(tmp_path):
+    write(tmp_path / "question.jsonl", numbered(1))
+    assert mistake(tmp_path, content=None, file="questions.jsonl").endswith("did you mean question.jsonl?")
+
+
+def test_a_folder_with_unclear_files_is_refused_by_their_names(tmp_path):
+    with pytest.raises(ValueError, match="holds nothing of the kind; name one file"):
+        load_task("jsonl", str(tmp_path))
+    write(tmp_path / "a.jsonl", numbered(1))
+    write(tmp_path / "b.jsonl", numbered(1))
+    with pytest.raises(ValueError, match="holds a.jsonl, b.jsonl; name one file"):
+        load_task("jsonl", str(tmp_path))
+    write(tmp_path / "test.jsonl", numbered(1))
+    with pytest.raises(FileNotFoundError, match="must hold a train file, .* it holds test.jsonl"):
+        load_task("jsonl", str(tmp_path))
+
+
+def test_jsonl_without_a_file_says_what_it_needs():
+    with pytest.raises(ValueError, match="the task jsonl needs `data.path`"):
+        load_task("jsonl")
+
+
+def test_a_limit_beyond_the_data_warns_how_many_there_are(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(3))
+    with pytest.warns(UserWarning, match="`limit` is 400, the train split of .* holds 3 examples: all are used"):
+        assert len(load_task("jsonl", path, limit=400, data=DataOptions(whole=True)).examples) == 3
