@@ -1,0 +1,287 @@
+"""Every figure of an evaluation against its definition, and runs that are cut, continued or changed."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from diversed.eval.command import evaluate
+from diversed.eval.figure import describe, frontier
+from diversed.eval.speed import read_results, score_positions, summarise
+from diversed.runtime.model import load_pair
+from diversed.runtime.sampling import Sampling, probabilities
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(10)), *(f"w{number}" for number in range(27))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a tiny target and draft that share a tokenizer of 40 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    folders = {}
+    for seed, (name, layers) in enumerate((("target", 2), ("draft", 1))):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=96, eos_token_id=1, pad_token_id=0,
+            initializer_range=0.3,
+        )  # fmt: skip
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        LlamaForCausalLM(config).save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def pair(models):
+    return load_pair(models["target"], models["draft"])
+
+
+TEXTS = [[5, 6, 7, 8, 9, 10], [11, 1], [12, 13, 14, 15, 16, 17, 18, 19, 1], [20]]
+PROMPTS = [[21, 22], [23, 24, 25, 26, 27], [28], [29, 30, 31, 32]]
+
+
+def direct(pair, prompt, text, weight, sampling):
+    """The four sums of one text from plain forward passes, in float64."""
+    rows = []
+    for model in (pair.draft, pair.target):
+        with torch.no_grad():
+            logits = model.module(input_ids=torch.tensor([prompt + text])).logits[0]
+        rows.append(probabilities(logits[len(prompt) - 1 : -1], sampling).double())
+    q, p = rows
+    w = weight(q, p)
+    v = (1 - w[:, None]) * p + w[:, None] * q
+    acceptance, bias = 1 - 0.5 * (q - v).abs().sum(-1), 0.5 * (p - v).abs().sum(-1)
+    likelihood = p.gather(-1, torch.tensor(text)[:, None]).clamp_min(1e-30).log()
+    return [float(value.sum()) for value in (acceptance, bias, w, likelihood)]
+
+
+def gate(draft, target, hidden=None):
+    """Half of the draft where the target's best token is an even one."""
+    return 0.5 * (target.argmax(-1) % 2 == 0).to(target.dtype)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9)], ids=["plain", "top-p"])
+@pytest.mark.parametrize("relaxation", ["none", "ensemble:0.3", "ensemble:0.3;bias=1", "gate"])
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * 4 * len(WORDS), 1 << 28])
+def test_position_sums_are_those_of_plain_forward_passes(pair, sampling, relaxation, chunk_bytes, monkeypatch):
+    share = {"none": 0.0, "ensemble:0.3": 0.3, "ensemble:0.3;bias=1": 1 / (1 + 7 / 3 * math.exp(-1))}.get(relaxation)
+    weight = gate if share is None else lambda q, p: torch.full_like(q[:, 0], share)
+    if share is None:
+        from diversed.runtime import gate as gates
+
+        monkeypatch.setattr(gates, "_named", lambda source: lambda tokenizer: gate)
+        relaxation = "some.module:GATE"
+    got = score_positions(pair, PROMPTS, TEXTS, relaxation, sampling, chunk_bytes=chunk_bytes)
+    for prompt, text, sums in zip(PROMPTS, TEXTS, got, strict=True):
+        expected = direct(pair, prompt, text, weight, sampling)
+        # float32 rows: about 1e-6 a position
+        assert [sums.acceptance, sums.bias, sums.weight, sums.target_logprob] == pytest.approx(expected, abs=3e-5)
+        assert sums.positions == len(text)
+
+
+def test_acceptance_and_bias_of_a_blend_sum_to_the_same_line(pair):
+    """1 - TV(q, v) + TV(p, v) = 1 - (1 - 2w) TV(p, q): the static blend trades one for the other."""
+    exact = score_positions(pair, PROMPTS, TEXTS, "none", Sampling())
+    blend = score_positions(pair, PROMPTS, TEXTS, "ensemble:0.4", Sampling())
+    for before, after in zip(exact, blend, strict=True):
+        distance = before.positions - before.acceptance
+        assert before.bias == 0
+        assert after.bias == pytest.approx(0.4 * distance, abs=1e-5)
+        assert after.acceptance == pytest.approx(before.positions - 0.6 * distance, abs=1e-5)
+
+
+def test_a_budget_bounds_the_bias_of_every_text_and_lowers_the_weight(pair):
+    free = score_positions(pair, PROMPTS, TEXTS, "ensemble:0.5", Sampling())
+    for chunk_bytes in (1, 1 << 28):  # what was spent is carried from chunk to chunk
+        held = score_positions(pair, PROMPTS, TEXTS, "ensemble:0.5;budget=0.5", Sampling(), chunk_bytes=chunk_bytes)
+        assert all(sums.bias <= 0.5 for sums in held) and max(sums.bias for sums in free) > 0.5
+        assert sum(sums.weight for sums in held) < sum(sums.weight for sums in free)
+
+
+def test_rules_without_a_weight_have_none(pair):
+    assert all(sums.weight is None for sums in score_positions(pair, PROMPTS, TEXTS, "lenient:0.5", Sampling()))
+
+
+def test_an_empty_prompt_is_refused(pair):
+    with pytest.raises(ValueError, match=r"prompts \[1\] are empty"):
+        score_positions(pair, [[3], []], [[4], [5]], "none", Sampling())
+
+
+def record(relaxation="none", prompt=0, score=1.0, method="token", seed=0, **values):
+    base = {"method": method, "relaxation": relaxation, "seed": seed, "prompt": prompt, "score": score, "task": "made"}
+    base |= {"metric": "points", "tokens": [1, 2, 3, 4], "drafted": 5, "accepted": 2, "target_calls": 2, "positions": 4}
+    base |= {"acceptance": 3.0, "bias": 0.4, "weight": 1.0, "target_logprob": -8.0}
+    base |= {"substitutions": 0.3, "seconds": 0.5}
+    return base | {"drafted_by_depth": [2, 2, 1], "accepted_by_depth": [1, 1], "batch": 4} | values
+
+
+def test_a_summary_is_the_ratio_of_sums_not_the_mean_of_ratios():
+    long = record(prompt=1, tokens=[0] * 12, target_calls=2, drafted=10, accepted=10, positions=12, acceptance=12.0)
+    row, other = summarise([record(), long, record("lenient:0.5", weight=None)])
+    assert row["tokens_per_call"] == 16 / 4 and row["accepted_share"] == 12 / 15 and row["step_acceptance"] == 15 / 16
+    assert row["mean_bias"] == 0.8 / 16 and row["mean_weight"] == 2 / 16 and row["tokens_per_second"] == 16
+    assert row["acceptance_by_depth"] == [2 / 4, 2 / 4, 0] and row["substitutions"] == 0.3
+    assert other["mean_weight"] is None and (other["requests"], other["prompts"]) == (1, 1)
+
+
+def test_differences_are_paired_by_prompt_and_with_exact_decoding_of_the_same_method():
+    """Scores that always differ by 0.25 have a difference without any spread, however much prompts differ."""
+    draws = random.Random(0)
+    scores = [draws.random() for _ in range(50)]
+    records = [record("none", i, score, method) for method in ("token", "block") for i, score in enumerate(scores)]
+    records += [record("ensemble:0.5", i, score - 0.25) for i, score in enumerate(scores)]
+    exact, _, blend = summarise(records)
+    assert exact["difference"] is None and exact["score_high"] - exact["score_low"] > 0.1
+    assert [blend[f"difference{end}"] for end in ("", "_low", "_high")] == pytest.approx([-0.25] * 3)
+    assert blend["score_low"] < blend["score"] < blend["score_high"]
+
+
+def test_seeds_of_a_prompt_are_one_observation():
+    """Ten equal seeds of a prompt say nothing new: the interval stays that of one seed."""
+    one = [record(prompt=i, score=float(i % 2)) for i in range(20)]
+    many = [record(prompt=i, score=float(i % 2), seed=seed) for seed in range(10) for i in range(20)]
+    assert [summarise(one)[0][f"score{end}"] for end in ("", "_low", "_high")] == pytest.approx(
+        [summarise(many)[0][f"score{end}"] for end in ("", "_low", "_high")]
+    )
+
+
+@pytest.fixture(scope="module")
+def options(models, tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "made.jsonl"
+    draws = random.Random(1)
+    rows = ({"prompt": " ".join(draws.choices(WORDS[3:], k=3 + i % 4)), "reference": str(i % 10)} for i in range(11))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from diversed.data.tasks import DataOptions
+
+    data = DataOptions(path=str(file), whole=True, reference_field="reference", score="final_number")
+    return {
+        **models, "task": "jsonl", "data": data, "prompts": 11, "batch": 4, "max_new_tokens": 12, "draft_length": 3,
+        "relaxations": ["none", "ensemble:0.5"],
+    }  # fmt: skip
+
+
+TIMES = ("seconds",)
+
+
+def texts(folder):
+    records = read_results(folder / "results.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in records]
+
+
+@pytest.fixture(scope="module")
+def finished(options, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "eval"
+    evaluate(out=str(out), **options)
+    return out
+
+
+def test_evaluate_leaves_a_line_a_text_and_a_figure(finished, options):
+    records = texts(finished)
+    assert [(line["relaxation"], line["prompt"]) for line in records] == [
+        (relaxation, prompt) for relaxation in options["relaxations"] for prompt in range(11)
+    ]
+    for line in records:
+        assert line["positions"] == len(line["tokens"]) <= 12 and line["score"] in (0.0, 1.0)
+        assert 0 <= line["accepted"] <= line["drafted"] and line["accepted"] < len(line["tokens"])
+    exact, blend = summarise(finished / "results.jsonl")
+    assert exact["mean_bias"] == exact["substitutions"] == 0 < blend["mean_bias"]
+    assert blend["step_acceptance"] > exact["step_acceptance"]
+    assert (finished / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_table_says_what_its_words_mean(finished, options, capsys):
+    evaluate(out=str(finished), **options)
+    printed = capsys.readouterr().out
+    for words in ("ensemble:0.5", "accepted / drafted", "1 - TV(draft, relaxed target)", "11 prompts", "batch of 4"):
+        assert words in printed
+
+
+@pytest.mark.parametrize("where", [0.0, 0.3, 0.77])
+def test_a_run_cut_at_any_byte_continues_to_the_same_texts(finished, options, tmp_path, where):
+    whole = (finished / "results.jsonl").read_bytes()
+    (tmp_path / "results.jsonl").write_bytes(whole[: int(where * len(whole))])
+    (tmp_path / "eval.json").write_bytes((finished / "eval.json").read_bytes())
+    evaluate(out=str(tmp_path), **options)
+    assert sorted(map(json.dumps, texts(tmp_path))) == sorted(map(json.dumps, texts(finished)))
+
+
+def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options, tmp_path):
+    for name in ("results.jsonl", "eval.json"):
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    evaluate(out=str(tmp_path), **options)
+    assert (tmp_path / "results.jsonl").read_bytes() == (finished / "results.jsonl").read_bytes()
+    evaluate(out=str(tmp_path), **options | {"relaxations": ["ensemble:0.9"], "methods": ["block", "plain"]})
+    cells = list(dict.fromkeys((line["method"], line["relaxation"]) for line in texts(tmp_path)))
+    assert cells[2:] == [("block", "ensemble:0.9"), ("plain", "none")]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"draft_length": 4}, "begun with `draft_length` 3, now it is 4"),
+        ({"sampling": Sampling(temperature=0.5)}, "begun with `sampling`"),
+        ({"methods": []}, "`methods` is empty"),
+        ({"methods": ["tokne"]}, "token"),
+        ({"relaxations": ["ensemble:2"]}, "weight must lie in"),
+        ({"relaxations": ["no/such/bundle"]}, "no/such/bundle"),
+        ({"seeds": [-1]}, "`seeds` must lie in"),
+        ({"batch": 0}, "`batch` must be at least 1, got 0"),
+        ({"max_new_tokens": 200}, "longer than the context"),
+    ],
+)
+def test_bad_or_changed_options_are_refused_in_a_sentence(finished, options, change, sentence):
+    before = (finished / "results.jsonl").read_bytes()
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        evaluate(out=str(finished), **options | change)
+    assert (finished / "results.jsonl").read_bytes() == before
+
+
+def test_results_that_are_no_results_are_refused_with_their_line(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(FileNotFoundError, match="`diversed eval` writes it"):
+        read_results(path)
+    path.write_text(json.dumps(record()) + "\nnonsense\n" + json.dumps(record()) + "\n")
+    with pytest.raises(ValueError, match="line 2 is no result"):
+        read_results(path)
+    path.write_text(json.dumps(record()) + "\n" + json.dumps(record())[:30])
+    assert len(read_results(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("relaxation", "expected"),
+    [
+        ("none", ("exact", "")),
+        ("ensemble:0.30", ("static", "0.3")),
+        ("runs/quickstart/bundle", ("learned", "")),
+        ("runs/quickstart/bundle;bias=-1", ("learned", "bias \N{MINUS SIGN}1")),
+        ("diversed.assets.sums:oracle", ("gate", "oracle")),
+        ("cascade-opt:0.2", ("other", "cascade-opt 0.2")),
+        ("typical:0.09,0.3", ("other", "typical 0.09,0.3")),
+    ],
+)
+def test_points_are_named_by_what_they_are(relaxation, expected):
+    assert describe(relaxation) == expected
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_figure_is_drawn_with_every_kind_of_point(tmp_path, ending):
+    relaxations = ["none", "ensemble:0.1", "ensemble:0.2", "a/b", "a/b;bias=-1", "a.b:oracle", "lenient:0.5"]
+    rows = summarise(
+        [
+            record(relaxation, prompt, prompt % 2, method, target_calls=2 + number)
+            for number, relaxation in enumerate(relaxations)
+            for method in ("token", "block")
+            for prompt in range(4)
+        ]
+    )
+    out = frontier(rows, tmp_path / f"frontier.{ending}")
+    assert out.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="no result to draw"):
+        frontier([], out)
