@@ -1,16 +1,17 @@
 """Task `sums`: two-step word problems, their worked answers in two house styles, and the oracle's labelling.
 
-A problem names a start a and two events, +/- b and +/- d. Its answer is three sentences of wording around two equations and
-the final line GSM8K uses:
+A problem names a start a and two events, +/- b and +/- d. Its answer is three sentences of wording around two equations
+and the final line GSM8K uses:
 
     Well, we can calmly settle ... part: 23+4=27. Next, given ... ahead: 27-5=22. Hence matters look fully solved.
     #### 22
 
-Wording is neutral: every phrase stands in a slot that is drawn independently of the numbers, the operations and every other
-slot, so replacing one phrase by another can never change what is right. A *house style* is only the frequency of the phrases
-in a slot, Zipf with exponent SKEW over the listed order ("target") or the reverse order ("draft"): same support, other
-habits, as a real draft that was trained on other data. The tiny target and draft of `assets/pair` are trained on the same
-problems in their own style, so they disagree on wording where it costs nothing and on arithmetic where it costs the score.
+Wording is neutral: every phrase stands in a slot that is drawn independently of the numbers, the operations and every
+other slot, so replacing one phrase by another can never change what is right. A *house style* is only the frequency of
+the phrases in a slot, Zipf with exponent SKEW over the listed order ("target") or the reverse order ("draft"): same
+support, other habits, as a real draft that was trained on other data. The tiny target and draft of `assets/pair` are
+trained each in its own style, so they disagree on wording, where it costs nothing, and on arithmetic, where it costs
+the score.
 
 Validation and test questions use sentence frames and names that training never sees; their words all occur in training.
 """
@@ -172,12 +173,6 @@ def frequencies(size: int, style: str, skew: float = SKEW) -> tuple[float, ...]:
     return tuple(weight / total for weight in ordered)
 
 
-def final_number(text: str) -> int | None:
-    """The number after the last `####`, None where there is none: exact match on it is the score."""
-    found = re.findall(r"####\s*(-?\d+)", text)
-    return int(found[-1]) if found else None
-
-
 def is_working(tokenizer) -> torch.Tensor:
     """[V] bool: tokens that can change the score (digits, operators, `=`, `#`, special tokens, bytes outside ASCII).
 
@@ -193,15 +188,18 @@ def is_working(tokenizer) -> torch.Tensor:
 class OracleGate:
     """The best gate anyone could ask of this task: relax wording wholly, working not at all.
 
-    A position is wording where the larger of the two rows' mass on working tokens is below `threshold`. It uses the task's
-    own labels, so it is a bound to compare learned gates with, never a method.
+    A position is wording where the larger of the two rows' mass on working tokens is below `threshold`. It uses the
+    task's own labels, so it is a bound to compare learned gates with, never a method.
     """
 
     working: torch.Tensor  # [V] bool
     threshold: float = 0.05
 
-    def __call__(self, draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0 on working."""
+    def __call__(self, draft: torch.Tensor, target: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0 on working.
+
+        `hidden` is ignored: every gate of the runtime is offered the models' hidden states.
+        """
         size = target.shape[-1]
         mask = self.working.to(device=target.device, dtype=target.dtype)[:size]
         mask = torch.nn.functional.pad(mask, (0, size - mask.shape[0]), value=1.0)
