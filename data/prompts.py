@@ -97,6 +97,6 @@ def _tokens(text: str, tokenizer, chat: bool) -> list[int]:
     ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
     if not chat and ids and ids[-1] == tokenizer.eos_token_id:
         # An end-of-text that the tokenizer adds would end the text before it begins; one in the text itself stays.
-        plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[:-1] if len(plain) < len(ids) and list(plain[-1:]) != ids[-1:] else ids
+        plain = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return ids[:-1] if ids[len(ids) - 1 - len(plain) : -1] == plain else ids
     return ids

@@ -286,6 +286,13 @@ def test_special_tokens_stand_in_front_and_never_behind(specials):
         assert len(ids) == min(limit, 16 + specials.startswith("<s>"))
 
 
+@pytest.mark.parametrize("specials", ["<s> $A", "<s> $A </s>"])
+def test_an_end_of_text_that_the_prompt_itself_holds_stays(specials):
+    tokenizer = byte_tokenizer(specials)
+    ids = load_task("sums", limit=1).encode(Example("Hi</s>", "", "", None, "line 1"), tokenizer, 100)
+    assert ids[-1] == tokenizer.eos_token_id and len(ids) == 4
+
+
 def test_chat_wraps_the_shortened_prompt_in_one_user_turn(tmp_path):
     tokenizer = byte_tokenizer(chat=CHAT)
     data = DataOptions(article_field="text", template="Read {article} End", chat=True, whole=True)
