@@ -87,8 +87,8 @@ def check_sections(values: dict, done: str, file: str) -> None:
 
 def option_names(parser: ArgumentParser) -> list[str]:
     """Every option, nested ones as `sampling.temperature`."""
-    hidden = ("help", "config", "print_config")
-    return [action.dest for action in parser._actions if action.dest not in hidden and not action.dest.endswith(".help")]
+    names = (action.dest for action in parser._actions)
+    return [name for name in names if name.split(".")[-1] not in ("help", "config", "print_config")]
 
 
 def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:

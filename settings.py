@@ -103,10 +103,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known one, or all of them."""
     names = sorted(names)
     group = name.rpartition(".")[0]
-    siblings = [other for other in names if group and other.startswith(f"{group}.")] or names
-    close = get_close_matches(name.removeprefix(group), [other.removeprefix(group) for other in siblings], 1, cutoff=0.5)
+    siblings = {other.removeprefix(group): other for other in names if group and other.startswith(f"{group}.")}
+    siblings = siblings or {other: other for other in names}
+    close = get_close_matches(name.removeprefix(group) if group else name, siblings, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean `{next(other for other in siblings if other.removeprefix(group) == close[0])}`?"
+        return f"; did you mean `{siblings[close[0]]}`?"
     return f"; it is one of {', '.join(names)}" if names else ""
 
 
