@@ -1,0 +1,109 @@
+"""`diversed bench NAME --json FILE`: run benchmarks/NAME.py, print its table, keep it with the machine and versions.
+
+A benchmark is a module with a typed `run(*, option: type = default, ...) -> list of rows`. A row is
+    case, value, unit     what was measured, and the number (a median), in `unit`
+    low, high             the interval around it; optional
+    vs                    {other case: ratio of this value to that case's}; optional
+`record` and `table` need neither jsonargparse nor torch, for machines that lack the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("diversed", "torch", "triton", "transformers", "pytorch-lightning", "numpy")
+
+
+def bench(args: list[str]) -> None:
+    """Run one benchmark; `args` are its name and its options."""
+    from ..options import parse
+    from ..settings import nearest
+
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: diversed bench NAME [--json FILE] [--option value ...]\n\nNAME: {', '.join(names())}")
+        return
+    name, rest = args[0], args[1:]
+    if name not in names():
+        raise ValueError(f"`{name}` is not a benchmark{nearest(name, names())}")
+    run = import_module(f".{name}", __package__).run
+    options = parse(run, rest, f"bench {name}", extra=_json_option)
+    file = options.pop("json")
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise FileNotFoundError(f"`--json` {file}: its folder does not exist")
+    document = record(run(**options))
+    print(table(document))
+    if file is not None:
+        write(document, file)
+
+
+def names() -> list[str]:
+    """Every benchmark's name."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "command"))
+
+
+def record(rows: list[dict]) -> dict:
+    """`rows` with where and when they were measured."""
+    return {"machine": machine(), "versions": versions(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows}
+
+
+def write(document: dict, file: str | Path) -> None:
+    """Write the document whole or not at all."""
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(file)
+
+
+def table(document: dict) -> str:
+    """The document as text: one line a row, then machine and versions."""
+    lines = [("case", "value", "unit", "interval", "compared")]
+    for row in document["rows"]:
+        interval = f"{row['low']:.4g} to {row['high']:.4g}" if row.get("low") is not None else ""
+        ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row.get("vs", {}).items())
+        lines.append((row["case"], f"{row['value']:.4g}", row["unit"], interval, ratios))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    about = ", ".join(f"{key} {value}" for key, value in document["versions"].items())
+    return "\n".join([*text, "", ", ".join(map(str, document["machine"].values())), f"{about}; {document['date']}"])
+
+
+def machine() -> dict:
+    """What the numbers were measured on: processor, cores this process may use, GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {"processor": _processor(), "cores": f"{cores} cores", "system": platform.platform()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["threads"] = f"{torch.get_num_threads()} threads"
+        if torch.cuda.is_available():
+            found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers, where they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    """The processor's name; `platform` gives only its architecture on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _json_option(parser) -> None:
+    parser.add_argument("--json", type=str | None, default=None, help="File for rows, machine and versions.")
