@@ -166,10 +166,19 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    quiet()
     tokenizers = [load_tokenizer(name, trust_remote_code) for name in (target, draft)]
     _same_tokenizer(*tokenizers, target, draft)
     modules = [load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
     return make_pair(*modules, tokenizers[0], names=(target, draft))
+
+
+def quiet() -> None:
+    """Leave the terminal to our own progress: no bars and no warnings from transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def make_pair(target, draft, tokenizer, names: tuple[str, str] = ("target", "draft")) -> Pair:

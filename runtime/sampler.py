@@ -131,7 +131,7 @@ class Sampler:
         hidden = torch.cat([outs[1].hidden[:, 0].to(target.device), outs[0].hidden[:, 0]], -1) if needs_hidden else None
         weight = self._weight(draft, target, hidden)
         tree = DraftTree(state.last, (-1,), draft.unsqueeze(1), target.unsqueeze(1))
-        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1)).target[:, 0]
+        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1) if self.gate else None).target[:, 0]
         coins = uniforms(state.seed, state.length + position + 1, 3)
         token, substituted = couple(target, relaxed, coins)
         at = token.unsqueeze(1)
