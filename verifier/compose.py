@@ -12,8 +12,9 @@ plan together; there is no loop over requests, nodes of a family or the vocabula
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -36,11 +37,17 @@ def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
     return law
 
 
-def conditional(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
-    """The law of the first node to fire in post-order; `merge` joins equal prefixes of K paths."""
+def conditional(
+    plan: Plan, merge: bool = False, ahead: Callable[[DraftTree], Tensor] | None = None
+) -> Callable[[DraftTree], Law]:
+    """The law of the first node to fire in post-order; `merge` joins equal prefixes of K paths.
+
+    `ahead` gives the mass of every node [B, N] where it is known before any sum over V, as on a chain; the plan then
+    sees all nodes in one call instead of one a level.
+    """
 
     def law(tree: DraftTree) -> Law:
-        walk = _walk(tree, plan, merge, coupled=True)
+        walk = _walk(tree, plan, merge, coupled=True, known=ahead(tree) if ahead else None)
         size = walk.emit + walk.null
         sound = size > 0
         fire = torch.where(sound, walk.emit / size, 1.0)
@@ -65,13 +72,15 @@ def conditional(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
 class Family:
     """n nodes of one level with M children each; node N stands for "no child here".
 
-    nodes:    [n] int64.
+    ids:      n node numbers.
+    nodes:    the same as an index, a slice where they are evenly spaced: a view instead of a copy of their rows.
     children: [B or 1, n, M] int64, in drawing order.
     homes:    like `children`, each child replaced by the first node with the same prefix.
     tokens:   [B, n, M] int64, -1 where absent.
     """
 
-    nodes: Tensor
+    ids: list[int]
+    nodes: slice | list[int]
     children: Tensor
     homes: Tensor
     tokens: Tensor
@@ -88,44 +97,70 @@ class _Walk:
     next: Tensor
 
 
-def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool) -> _Walk:
+def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor | None = None) -> _Walk:
     """One pass from the root down. `coupled` hands each node its own mass, otherwise every node is given 1."""
     branched = chains(tree.parents) if merge else None
     families = _merged(tree, *branched) if branched and branched[1] else _plain(tree)
+    waits = coupled and known is None
     given = _column(tree, 1.0)
+    if not waits:
+        given[:, :-1] = known if coupled else 1
     emit, null = torch.zeros_like(given), torch.zeros_like(given)
-    next_rows = torch.empty_like(tree.target)
+    rows = torch.empty_like(tree.target)
     accepts = []
-    for family in families:
-        target, draft = _rows(tree.target, family.nodes), _rows(tree.draft, family.nodes)
-        mass = given[:, family.nodes] if coupled else torch.ones_like(given[:, family.nodes])
-        share = _prune(plan(target, draft, mass, family.tokens), family, tree.pruned)
-        _write(next_rows, family.nodes, share.next)
+    # with no mass to wait for, families of equal M go through the plan in one call: it costs 40 small operations
+    for group in [[family] for family in families] if waits else _alike(families):
+        family = _joined(group)
+        mass = given[:, family.nodes]
+        share = plan(tree.target[:, family.nodes], tree.draft[:, family.nodes], mass, family.tokens)
+        share = share if tree.pruned is None else _prune(share, family, tree.pruned)
+        _normalise(share, rows, family.nodes)
         emit[:, family.nodes], null[:, family.nodes] = share.emit, share.null
-        accepts.append(share.accept)
-        if coupled:
+        accepts += share.accept.split([member.tokens.shape[1] for member in group], 1)
+        if waits:
             # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
             later = share.accept.flip(-1).cumsum(-1).flip(-1) + (share.emit + share.null).unsqueeze(-1)
             mass = torch.where(later > 0, share.accept / later, 0)
             given.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
-    leaves = _leaves(tree.parents, tree.tokens.device)
-    _write(next_rows, leaves, _rows(tree.target, leaves))
-    mass = given[:, leaves] if coupled else torch.ones_like(given[:, leaves])
-    emit[:, leaves], null[:, leaves] = mass, 1 - mass
-    return _Walk(families, accepts, emit, null, next_rows)
+    leaves = _span([node for node in range(len(tree.parents)) if node not in set(tree.parents)])
+    rows[:, leaves] = tree.target[:, leaves]
+    emit[:, leaves], null[:, leaves] = given[:, leaves], 1 - given[:, leaves]
+    return _Walk(families, accepts, emit, null, rows)
 
 
-def _prune(share: Share, family: Family, pruned: Tensor | None) -> Share:
+def _alike(families: list[Family]) -> list[list[Family]]:
+    """Families in runs of equal M; together the runs keep their order."""
+    return [list(run) for _, run in groupby(families, key=lambda family: family.tokens.shape[2])]
+
+
+def _joined(families: list[Family]) -> Family:
+    if len(families) == 1:
+        return families[0]
+    nodes = [node for family in families for node in family.ids]
+    size = max(len(family.children) for family in families)
+    children = torch.cat([family.children.expand(size, -1, -1) for family in families], 1)
+    homes = torch.cat([family.homes.expand(size, -1, -1) for family in families], 1)
+    return Family(nodes, _span(nodes), children, homes, torch.cat([family.tokens for family in families], 1))
+
+
+def _normalise(share: Share, rows: Tensor, nodes: slice | list[int]) -> None:
+    """Write share.rest / share.total into our own `rows` at `nodes`; a zero row stays zero."""
+    scale = torch.where(share.total > 0, 1 / share.total, 0).unsqueeze(-1)
+    if isinstance(nodes, slice):
+        torch.mul(share.rest, scale, out=rows[:, nodes])
+    else:
+        rows[:, nodes] = share.rest * scale
+
+
+def _prune(share: Share, family: Family, pruned: Tensor) -> Share:
     """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it was, token by token."""
-    if pruned is None:
-        return share
     known = torch.cat([pruned, torch.zeros_like(pruned[:, :1])], -1)
     moved = torch.where(_take(known, family.homes, family), share.accept, 0)
+    scale = torch.where(share.total > 0, share.emit / share.total, 0)
+    rest = share.rest * scale.unsqueeze(-1)
+    rest.scatter_add_(-1, family.tokens.clamp(min=0), moved)
     emit = share.emit + moved.sum(-1)
-    scale = torch.where(emit > 0, 1 / emit, 0).unsqueeze(-1)
-    rows = share.next * (share.emit.unsqueeze(-1) * scale)
-    rows.scatter_add_(-1, family.tokens.clamp(min=0), moved * scale)
-    return Share(accept=share.accept - moved, emit=emit, next=rows, null=share.null)
+    return Share(accept=share.accept - moved, emit=emit, null=share.null, rest=rest, total=emit)
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +188,7 @@ def chains(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, 
 
 def prefix_homes(tree: DraftTree, paths: tuple[tuple[int, ...], ...]) -> Tensor:
     """[B, K, L] int64: for every node of K paths the first path (0..K-1) that shares its prefix."""
-    tokens = tree.tokens[:, torch.tensor(paths, device=tree.tokens.device)]
+    tokens = tree.tokens[:, _index(paths, tree.tokens.device)]
     same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).cumprod(-1)
     return same.argmax(2)
 
@@ -162,11 +197,10 @@ def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
     """Families of K paths joined by prefix: below the branch, one family a level, its children differ by request."""
     size, device = len(tree.parents), tree.tokens.device
     homes = prefix_homes(tree, paths)
-    grid = torch.tensor(paths, device=device)
-    families = [_family(tree, [node], [[child]]) for node, child in zip(trunk, trunk[1:], strict=False)]
-    branch = _family(tree, [trunk[-1]], [[path[0] for path in paths]])
-    first = grid[:, 0][homes[:, :, 0]].unsqueeze(1)
-    families.append(Family(branch.nodes, branch.children, first, branch.tokens))
+    grid = _index(paths, device)
+    families = [_family(tree, [node], ((child,),)) for node, child in zip(trunk, trunk[1:], strict=False)]
+    branch = _family(tree, [trunk[-1]], (tuple(path[0] for path in paths),))
+    families.append(replace(branch, homes=grid[:, 0][homes[:, :, 0]].unsqueeze(1)))
     for level in range(1, len(paths[0])):
         mine = homes[:, None, :, level - 1] == torch.arange(len(paths), device=device)[:, None]
         mine = mine & (tree.tokens[:, grid[:, level]] >= 0).unsqueeze(1)
@@ -176,10 +210,11 @@ def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
         order = order[..., :most]
         here = mine.gather(-1, order)
         children = torch.where(here, grid[:, level][order], size)
-        home = grid[:, level][homes[:, :, level]]
-        home = torch.where(here, home.unsqueeze(1).expand_as(mine).gather(-1, order), size)
+        home = grid[:, level][homes[:, :, level]].unsqueeze(1).expand_as(mine).gather(-1, order)
         tokens = tree.tokens[:, grid[:, level]].unsqueeze(1).expand_as(mine).gather(-1, order)
-        families.append(Family(grid[:, level - 1], children, home, torch.where(here, tokens, -1)))
+        ids = [path[level - 1] for path in paths]
+        home, tokens = torch.where(here, home, size), torch.where(here, tokens, -1)
+        families.append(Family(ids, _span(ids), children, home, tokens))
     return families
 
 
@@ -187,14 +222,26 @@ def _plain(tree: DraftTree) -> list[Family]:
     return [_family(tree, nodes, children) for nodes, children in _groups(tree.parents)]
 
 
-def _family(tree: DraftTree, nodes: list[int], children: list[list[int]]) -> Family:
-    where = torch.tensor(children, device=tree.tokens.device)
-    index = where.unsqueeze(0)
-    return Family(torch.tensor(nodes, device=where.device), index, index, tree.tokens[:, where])
+def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], ...]) -> Family:
+    where = _index(children, tree.tokens.device)
+    return Family(nodes, _span(nodes), where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where])
+
+
+@lru_cache(maxsize=4096)
+def _index(numbers: tuple, device: torch.device) -> Tensor:
+    """The numbers as a tensor, sent to the device once."""
+    return torch.tensor(numbers, device=device)
+
+
+def _span(nodes: list[int]) -> slice | list[int]:
+    """An index of `nodes`: a slice where they are evenly spaced."""
+    step = nodes[1] - nodes[0] if len(nodes) > 1 else 1
+    even = step > 0 and nodes == list(range(nodes[0], nodes[-1] + 1, step))
+    return slice(nodes[0], nodes[-1] + 1, step) if even else nodes
 
 
 @lru_cache(maxsize=256)
-def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:
+def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
     """(nodes, their children) by depth, then by number of children; leaves are left out."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
@@ -203,11 +250,7 @@ def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]
     for node, depth in enumerate(depths(parents)):
         if children[node]:
             groups.setdefault((depth, len(children[node])), []).append(node)
-    return [(nodes, [children[node] for node in nodes]) for _, nodes in sorted(groups.items())]
-
-
-def _leaves(parents: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(sorted(set(range(len(parents))) - set(parents)), device=device)
+    return [(nodes, tuple(tuple(children[node]) for node in nodes)) for _, nodes in sorted(groups.items())]
 
 
 def _column(tree: DraftTree, root: float) -> Tensor:
@@ -220,11 +263,3 @@ def _column(tree: DraftTree, root: float) -> Tensor:
 def _take(column: Tensor, index: Tensor, family: Family) -> Tensor:
     """[B, n, M] entries of `column` [B, N + 1] at `index` [B or 1, n, M]."""
     return column.gather(1, index.expand_as(family.tokens).flatten(1)).view_as(family.tokens)
-
-
-def _rows(rows: Tensor, nodes: Tensor) -> Tensor:
-    return rows[:, nodes]
-
-
-def _write(rows: Tensor, nodes: Tensor, values: Tensor) -> None:
-    rows[:, nodes] = values

@@ -97,7 +97,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 METHODS: dict[str, Method] = {
     "token": Method(top_down(plans.rejection), "chain"),
-    "block": Method(conditional(plans.rejection), "chain"),
+    "block": Method(conditional(plans.rejection, ahead=plans.chain_masses), "chain"),
     "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
     "specinfer": Method(top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")),
     "kseq": Method(top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")),

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .compose import chains, conditional
 from .law import DraftTree, Law
-from .plans import rejection
+from .plans import chain_masses, rejection
 
-_block = conditional(rejection)
+_block = conditional(rejection, ahead=chain_masses)
 
 
 def greedy_multipath_block(tree: DraftTree) -> Law:

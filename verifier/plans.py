@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .law import DraftTree
+
 
 @dataclass(frozen=True)
 class Share:
@@ -25,14 +27,16 @@ class Share:
 
     accept: [B, n, M] mass given to each child; 0 for an absent child.
     emit:   [B, n] mass emitted at the node itself.
-    next:   [B, n, V] distribution of what is emitted; a zero row where nothing is.
     null:   [B, n] mass of "not accepted after all".
+    rest:   [B, n, V] what is emitted, as rows of any scale; a zero row where nothing is. A new tensor, never an input.
+    total:  [B, n] sums of `rest`.
     """
 
     accept: Tensor
     emit: Tensor
-    next: Tensor
     null: Tensor
+    rest: Tensor
+    total: Tensor
 
 
 # (target [B, n, V], draft [B, n, V], mass [B, n], tokens [B, n, M] int64, -1 where absent) -> Share
@@ -47,6 +51,20 @@ def rejection(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Sh
             "use a method for trees or paths"
         )
     return _recursive(target, draft, mass, tokens, shrink=False)
+
+
+def chain_masses(tree: DraftTree) -> Tensor:
+    """[B, N] mass of every node of a chain under `rejection`, from gathers alone: w = min(1, w target/draft)."""
+    tokens = tree.tokens[:, 1:].unsqueeze(-1)
+    wanted, proposal = _at(tree.target[:, :-1], tokens), _at(tree.draft[:, :-1], tokens)
+    drawn = (tokens >= 0) & (proposal > 0)
+    if tree.pruned is not None:
+        drawn = drawn & ~tree.pruned[:, 1:].unsqueeze(-1)
+    ratio = torch.where(drawn, wanted / proposal, 0)
+    masses = [torch.ones_like(tree.target[:, 0, 0])]
+    for level in range(ratio.shape[1]):
+        masses.append((masses[-1] * ratio[:, level, 0]).clamp(max=1))
+    return torch.stack(masses, 1)
 
 
 def with_replacement(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Share:
@@ -86,8 +104,9 @@ def greedy_transport(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor
     return Share(
         accept=torch.cat([children[..., :-1] * scale.unsqueeze(-1), accept.unsqueeze(-1)], -1),
         emit=scale * rest,
-        next=residual.mul_(_ratio(torch.ones_like(rest), rest).unsqueeze(-1)),
         null=(1 - mass) * scale,
+        rest=residual,
+        total=rest,
     )
 
 
@@ -111,12 +130,13 @@ def k_seq(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Share:
     before = torch.cat([torch.ones_like(refused[..., :1]), refused[..., :-1]], -1)
     scale = torch.minimum(_ratio(reached, overlap), high).unsqueeze(-1)
     residual = torch.minimum(target / high.unsqueeze(-1), draft).mul_(-scale).add_(target).clamp_min_(0)
-    total = residual.sum(-1, keepdim=True)
+    total = residual.sum(-1)
     return Share(
         accept=before * accept,
-        emit=torch.where(total[..., 0] > 0, refused[..., -1], torch.zeros_like(mass)),
-        next=residual.mul_(_ratio(torch.ones_like(total), total)),
+        emit=torch.where(total > 0, refused[..., -1], 0),
         null=torch.zeros_like(mass),
+        rest=residual,
+        total=total,
     )
 
 
@@ -156,8 +176,9 @@ def _recursive(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor, shri
     return Share(
         accept=torch.stack(accepted, -1),
         emit=reach * alpha * total,
-        next=residual.mul_(_ratio(torch.ones_like(total), total).unsqueeze(-1)),
         null=reach * null,
+        rest=residual,
+        total=total,
     )
 
 
