@@ -45,18 +45,24 @@ def synthetic_shard(texts: int, prompt: int = 0, samples: int = 4, hidden: int =
 
 
 def synthetic_traces(
-    folder: Path, prompts: int = 8, samples: int = 4, shards: int = 2, hidden=(0, 0), weight: float = 0.5, seed: int = 0
+    folder: Path,
+    prompts: int = 8,
+    samples: int = 4,
+    shards: int = 2,
+    hidden: tuple[int, int] = (0, 0),
+    weight: float = 0.5,
+    seed: int = 0,
+    reward: float | None = None,
 ) -> Path:
-    """A complete folder of traces; `hidden` are the sizes (draft, target), stored where they are not 0."""
+    """A complete folder of traces; `hidden` are the sizes (draft, target), `reward` is that of every text if given."""
     per_shard = prompts // shards
-    entries = [
-        write_shard(
-            folder,
-            index,
-            synthetic_shard(per_shard * samples, index * per_shard, samples, sum(hidden), weight, 1000 * seed + index),
-        )
-        for index in range(shards)
-    ]
+    entries = []
+    for index in range(shards):
+        first, shard_seed = index * per_shard, 1000 * seed + index
+        shard = synthetic_shard(per_shard * samples, first, samples, sum(hidden), weight, shard_seed)
+        if reward is not None:
+            shard.reward.fill_(reward)
+        entries.append(write_shard(folder, index, shard))
     manifest = {
         "complete": True,
         "target": {"name": "made-up target", "hash": "t", "hidden_size": hidden[1] or 5},

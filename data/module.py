@@ -1,0 +1,233 @@
+"""Traces as batches for training: whole texts, padded to the longest of the batch.
+
+The scalars of all texts stay in memory (about 80 bytes a token); hidden states (2 bytes a number, the bulk of a trace)
+stay on disk and are read text by text. The order of an epoch is a pure function of (seed, epoch), so a resumed run sees
+the same batches. Held-out prompts are a pure function of the seed alone, the same in every folder of traces.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningDataModule
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .traces import MANIFEST, read_manifest, read_shard, sha256
+
+# Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
+PADDING = {"target_prob": 1.0, "draft_prob": 1.0, "tv": 0.0, "weight": 0.5, "features": 0.0, "hidden": 0.0}
+SCALARS = ("target_prob", "draft_prob", "tv", "weight", "features")
+
+
+class Texts(Dataset):
+    """The texts of one or several folders of traces.
+
+    Item i is a dict of target_prob, draft_prob, tv, weight [T], features [T, 12], hidden [T, H] float16 (if asked for),
+    reward and advantage []. The advantage is the reward minus the mean reward of the prompt's texts in the same folder.
+    """
+
+    def __init__(self, folders: list[str], hidden: bool):
+        self._files: dict[Path, object] = {}
+        columns: dict[str, list[Tensor]] = {
+            name: [] for name in (*SCALARS, "start", "length", "reward", "prompt", "group")
+        }
+        self._where: list[tuple[Path, int]] = []  # of every text: its file and first position there, for hidden states
+        self._hidden, offset = hidden, 0
+        for number, folder in enumerate(folders):
+            manifest = read_manifest(folder)
+            for entry in manifest["shards"]:
+                shard = read_shard(folder, entry, manifest)
+                _refuse_unusable(Path(folder) / entry["file"], shard, manifest, hidden)
+                for name in SCALARS:
+                    columns[name].append(getattr(shard, name))
+                columns["start"].append(shard.start[:-1] + offset)
+                columns["length"].append(shard.start.diff())
+                columns["reward"].append(shard.reward)
+                columns["prompt"].append(shard.prompt)
+                columns["group"].append(shard.prompt + (number << 40))
+                self._where += [(Path(folder) / entry["file"], int(start)) for start in shard.start[:-1]]
+                offset += shard.tokens
+        self._columns = {name: torch.cat(parts) for name, parts in columns.items()}
+        self.prompt, self.length, self.reward = (self._columns[name] for name in ("prompt", "length", "reward"))
+        self.advantage = advantage(self.reward, self._columns["group"])
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, length = int(self._columns["start"][index]), int(self.length[index])
+        item = {name: self._columns[name][start : start + length] for name in SCALARS}
+        if self._hidden:
+            file, first = self._where[index]
+            item["hidden"] = self._open(file).get_slice("hidden")[first : first + length]
+        return item | {"reward": self.reward[index], "advantage": self.advantage[index]}
+
+    def _open(self, file: Path):
+        """A shard's file, opened once and mapped into memory."""
+        if file not in self._files:
+            self._files[file] = safe_open(file, framework="pt")
+        return self._files[file]
+
+
+def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of B texts padded to T positions: what an item holds with axes [B, T, ...], and mask [B, T] bool."""
+    length = torch.tensor([len(item["tv"]) for item in items])
+    batch = {
+        name: pad_sequence([item[name] for item in items], batch_first=True, padding_value=PADDING[name])
+        for name in PADDING
+        if name in items[0]
+    }
+    batch["mask"] = torch.arange(int(length.max())) < length[:, None]
+    return batch | {name: torch.stack([item[name] for item in items]) for name in ("reward", "advantage")}
+
+
+class Order(Sampler):
+    """The texts `index` [S] in an order that is a pure function of (seed, epoch). Lightning calls `set_epoch`."""
+
+    def __init__(self, index: Tensor, seed: int):
+        self.index, self.seed, self.epoch = index, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
+        return iter(self.index[torch.randperm(len(self.index), generator=generator)].tolist())
+
+
+class TraceModule(LightningDataModule):
+    """Training and held-out texts from folders of traces.
+
+    Args:
+        traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of models and one task).
+        batch: texts in a step.
+        validation: share of the prompts held out; their texts are never trained on.
+        seed: decides the held-out prompts and the order of the texts.
+        hidden: read the hidden states; set from the head's features.
+    """
+
+    def __init__(
+        self, traces: str | list[str], batch: int = 8, validation: float = 0.1, seed: int = 0, hidden: bool = False
+    ):
+        super().__init__()
+        if batch < 1:
+            raise ValueError(f"`batch` must be at least 1 text, got {batch}")
+        if not 0 <= validation < 1:
+            raise ValueError(f"`validation` must be in [0, 1), the share of prompts held out, got {validation}")
+        self.folders = [traces] if isinstance(traces, str | Path) else list(traces)
+        if not self.folders:
+            raise ValueError("`traces` must name at least one folder of traces, got none")
+        self.batch, self.validation, self.seed, self.hidden = batch, validation, seed, hidden
+        self.manifests = [read_manifest(folder) for folder in self.folders]
+        self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
+        _refuse_mixture(self.folders, self.manifests)
+        self.texts: Texts | None = None
+
+    @property
+    def manifest(self) -> dict:
+        """The manifest of the newest folder; models, tokenizer and task are the same in all."""
+        return self.manifests[-1]
+
+    @property
+    def draft_hidden(self) -> int:
+        return self.manifest["draft"]["hidden_size"]
+
+    @property
+    def target_hidden(self) -> int:
+        return self.manifest["target"]["hidden_size"]
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.texts is not None:
+            return
+        self.texts = Texts(self.folders, self.hidden)
+        if not self.texts.advantage.any() and not _repeated(self.texts.prompt):
+            raise ValueError(
+                f"the traces in {self.folders[0]} have one text a prompt, so a reward cannot be compared with the mean "
+                "of its prompt; gather with --samples 4"
+            )
+        held = held_out(max(manifest["prompts"] for manifest in self.manifests), self.validation, self.seed)
+        mine = torch.isin(self.texts.prompt, held)
+        self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
+        if not len(self.train_index):
+            raise ValueError(
+                f"`validation` {self.validation} holds out every prompt of {self.folders[0]}; choose a smaller one"
+            )
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.texts, self.batch, sampler=Order(self.train_index, self.seed), collate_fn=collate)
+
+    def val_dataloader(self) -> DataLoader | list:
+        if not len(self.held_index):
+            return []
+        return DataLoader(self.texts, self.batch, sampler=self.held_index.tolist(), collate_fn=collate)
+
+    def sample_inputs(self, most: int = 16384) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Inputs of the gate at up to about `most` evenly spaced training positions, to fit its standardisation.
+
+        Returns features [X, 12], hidden [X, H] or None, weight [X] (the draft's share they were sampled with).
+        """
+        stride = max(1, int(self.texts.length[self.train_index].sum()) // most)
+        parts: dict[str, list[Tensor]] = {"features": [], "hidden": [], "weight": []}
+        skip = 0
+        for index in self.train_index.tolist():
+            item = self.texts[index]
+            for name in parts:
+                if name in item:
+                    parts[name].append(item[name][skip::stride].clone())
+            skip = (skip - len(item["tv"])) % stride
+        features, hidden, weight = (torch.cat(part) if part else None for part in parts.values())
+        return features, hidden, weight
+
+
+def advantage(reward: Tensor, group: Tensor) -> Tensor:
+    """Reward minus the mean reward of its group.
+
+    reward: [S]; group: [S] int64, equal for the texts of one prompt and one gate. Returns [S].
+    With K texts a group the own reward is in the mean, so the expected gradient is (K - 1) / K of the true one.
+    """
+    _, index = torch.unique(group, return_inverse=True)
+    count = torch.bincount(index).to(reward.dtype)
+    mean = torch.zeros_like(count).index_add(0, index, reward) / count
+    return reward - mean[index]
+
+
+def held_out(prompts: int, share: float, seed: int) -> Tensor:
+    """The prompts [R] that are never trained on: `share` of `prompts`, at least one unless share is 0, never all."""
+    count = min(max(round(prompts * share), 1 if share else 0), prompts - 1)
+    return torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+def _repeated(prompt: Tensor) -> bool:
+    return len(prompt) > len(prompt.unique())
+
+
+def _refuse_unusable(file: Path, shard, manifest: dict, hidden: bool) -> None:
+    if shard.weight.isnan().any():
+        raise ValueError(
+            f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a blend of both rows, "
+            "so it has no weight to learn from; gather with --relaxation ensemble:0.3, or with none"
+        )
+    if hidden and shard.hidden is None:
+        raise ValueError(
+            f"{file} holds no hidden states, which this head reads; gather with --hidden true, or train one with "
+            "--model.features logits"
+        )
+
+
+def _refuse_mixture(folders: list[str], manifests: list[dict]) -> None:
+    """Traces of different models, tokenizers or tasks do not train one head."""
+    first = manifests[0]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for key in ("target", "draft", "tokenizer", "vocab", "sampling", "task"):
+            if manifest[key] != first[key]:
+                raise ValueError(
+                    f"{folder} and {folders[0]} differ in `{key}` ({manifest[key]} and {first[key]}); train on traces "
+                    "of one pair of models and one task"
+                )
