@@ -8,7 +8,8 @@ import itertools
 
 import pytest
 import torch
-from diversed.train.objectives import acceptance, advantage, blend_logprob, over_positions, policy_gradient, reinforce
+from diversed.data.module import advantage
+from diversed.train.objectives import acceptance, blend_logprob, over_positions, policy_gradient, reinforce
 
 EXACT = dict(rtol=0, atol=1e-12)
 TEXTS = [(0,), (1, 0), (1, 1, 0), (1, 1, 1)]

@@ -38,18 +38,6 @@ def substitution(weight: Tensor, tv: Tensor) -> Tensor:
     return weight * tv
 
 
-def advantage(reward: Tensor, group: Tensor) -> Tensor:
-    """Reward minus the mean reward of its group.
-
-    reward: [S]; group: [S] int64, equal for the texts of one prompt and one gate. Returns [S].
-    With K texts a group the own reward is in the mean, so the expected gradient is (K - 1) / K of the true one.
-    """
-    _, index = torch.unique(group, return_inverse=True)
-    count = torch.bincount(index).to(reward.dtype)
-    mean = torch.zeros_like(count).index_add(0, index, reward) / count
-    return reward - mean[index]
-
-
 def policy_gradient(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor, clip: float) -> Tensor:
     """Loss whose gradient is minus that of E[reward] at logprob == old_logprob: sum over positions, mean over texts.
 

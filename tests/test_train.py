@@ -1,0 +1,299 @@
+"""`diversed train`: batches, the head that comes out, resuming, and the sentences for what cannot be trained on."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from diversed.data.lock import exclusive
+from diversed.data.module import Order, TraceModule, held_out
+from diversed.data.traces import read_shards
+from diversed.train import command
+from diversed.train.command import main, train
+from diversed.train.module import VerifierModule, schedule
+from diversed.verifier.head import WeightHead
+from safetensors.torch import load_file
+
+from .support.traces import synthetic_traces
+
+SETTINGS = dict(features="both", width=4, epochs=3, batch=4, validation=0.25, lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    return str(synthetic_traces(tmp_path_factory.mktemp("traces"), prompts=8, samples=4, shards=2, hidden=(3, 5)))
+
+
+@pytest.fixture(scope="module")
+def finished(traces, tmp_path_factory):
+    """A run that nobody interrupted."""
+    return train(traces=traces, out=str(tmp_path_factory.mktemp("run") / "train"), **SETTINGS)
+
+
+def test_a_batch_holds_whole_texts_and_the_end_of_text_decision_is_inside(traces):
+    data = TraceModule(traces, batch=32, validation=0.0, hidden=True)
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    shards = list(read_shards(traces))
+    order = list(Order(data.train_index, 0))
+    assert sorted(order) == list(range(32))
+    start = [(shard, int(a), int(b)) for shard in shards for a, b in zip(shard.start, shard.start[1:], strict=False)]
+    for row, (shard, a, b) in enumerate(start[index] for index in order):
+        assert batch["mask"][row].sum() == b - a and batch["mask"][row, : b - a].all()
+        for name in ("target_prob", "draft_prob", "tv", "weight", "features", "hidden"):
+            assert torch.equal(batch[name][row, : b - a], getattr(shard, name)[a:b])
+    assert batch["hidden"].dtype == torch.float16
+
+
+def test_advantages_compare_texts_of_one_prompt_and_one_folder(traces, tmp_path):
+    other = str(synthetic_traces(tmp_path, prompts=8, samples=4, shards=2, hidden=(3, 5), seed=1))
+    data = TraceModule([traces, other], validation=0.0)
+    data.setup()
+    reward = data.texts.reward.view(16, 4)
+    torch.testing.assert_close(data.texts.advantage.view(16, 4), reward - reward.mean(1, keepdim=True))
+
+
+def test_held_out_prompts_are_never_trained_on_and_are_the_same_in_every_folder(traces, tmp_path):
+    other = str(synthetic_traces(tmp_path, prompts=8, samples=2, shards=2, hidden=(3, 5), seed=1))
+    data = TraceModule([traces, other], validation=0.25)
+    data.setup()
+    held = set(data.texts.prompt[data.held_index].tolist())
+    assert len(held) == 2 and not held & set(data.texts.prompt[data.train_index].tolist())
+    assert len(data.held_index) == 2 * 4 + 2 * 2
+
+
+def test_some_prompts_are_always_left_to_train_on():
+    counts = [len(held_out(prompts, share, 0)) for prompts, share in ((10, 0.0), (10, 0.01), (2, 0.9), (1, 0.5))]
+    assert counts == [0, 1, 1, 0]
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        sampler = Order(torch.arange(50), seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_learning_rate_warms_up_and_ends_at_zero_over_the_true_number_of_steps():
+    factors = [schedule(step, 100, 10) for step in range(101)]
+    assert factors[:10] == [(step + 1) / 10 for step in range(10)]
+    assert factors[10] == 1.0 and factors[100] == 0.0 and max(factors) == 1.0
+    assert all(a > b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert schedule(0, 1, 10) == 1.0 and schedule(3, 8, 10) == 1.0
+
+
+def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any(traces, tmp_path):
+    folder = synthetic_traces(tmp_path, prompts=4, samples=2, shards=1, weight=0.2)
+    data = TraceModule(str(folder), validation=0.0)
+    data.setup()
+    model = VerifierModule("logits")
+    batch = next(iter(data.train_dataloader()))
+    assert torch.equal(model(batch), torch.full_like(batch["tv"], 0.5))
+    model.start_from(*data.sample_inputs())
+    # float32 logit and sigmoid of 0.2
+    torch.testing.assert_close(model(batch), torch.full_like(batch["tv"], 0.2), rtol=0, atol=1e-6)
+
+
+def test_inputs_are_standardised_by_the_training_texts(traces):
+    data = TraceModule(traces, validation=0.25, hidden=True)
+    data.setup()
+    features, hidden, weight = data.sample_inputs()
+    tokens = int(data.texts.length[data.train_index].sum())
+    assert features.shape == (tokens, 12) and hidden.shape == (tokens, 8) and weight.shape == (tokens,)
+    few = data.sample_inputs(most=tokens // 3)[0]
+    assert torch.equal(few, features[::3])
+
+
+@pytest.mark.parametrize("lambda_", [1.0, -1.0])
+def test_with_zero_rewards_lambda_alone_moves_step_acceptance_in_its_own_direction(tmp_path, lambda_):
+    """The public reference code has this sign wrong: there a positive lambda lowers acceptance."""
+    folder = synthetic_traces(tmp_path / "traces", prompts=4, samples=2, shards=1, weight=0.3, reward=0.0)
+    settings = dict(epochs=3, batch=2, lr=0.05, lambda_=lambda_, validation=0.0)
+    out = train(traces=str(folder), out=str(tmp_path / "train"), **settings)
+    rows = json.loads((out / "train.json").read_text())["figures"]
+    assert lambda_ * (rows[2]["train_step_acceptance"] - rows[0]["train_step_acceptance"]) > 0.01
+
+
+def test_training_finds_where_a_substitution_costs_reward(tmp_path):
+    """In the made-up task only substitutions at TV > 0.5 cost: with a small lambda the gate must hold back there."""
+    folder = synthetic_traces(tmp_path / "traces", prompts=64, samples=4, shards=1, weight=0.5)
+    out = train(traces=str(folder), out=str(tmp_path / "train"), epochs=6, lr=0.02, lambda_=0.05, batch=16)
+    training = json.loads((out / "train.json").read_text())
+    head = WeightHead(**training["head"])
+    head.load_state_dict(load_file(out / "head.safetensors"))
+    shard = next(read_shards(folder))
+    weight = head(shard.features).sigmoid()
+    assert weight[shard.tv > 0.6].mean() < weight[shard.tv < 0.4].mean() - 0.05
+    assert training["figures"][-1]["held_out_reward_estimate"] > training["figures"][0]["held_out_reward"]
+
+
+def test_a_finished_run_says_what_the_head_is_and_where_it_came_from(finished, traces):
+    training = json.loads((finished / "train.json").read_text())
+    assert training["head"] == {"features": "both", "draft_hidden": 3, "target_hidden": 5, "width": 4}
+    assert training["manifest"]["task"] == "made-up" and training["settings"]["lr"] == 0.01
+    assert [row["epoch"] for row in training["figures"]] == [1, 2, 3]
+    row = training["figures"][-1]
+    assert sum(row["train_weight_histogram"]) + sum(row["held_out_weight_histogram"]) == sum(
+        shard.tokens for shard in read_shards(traces)
+    )
+    assert row["train_weight_p10"] <= row["train_weight_p50"] <= row["train_weight_p90"]
+    lines = (finished / "metrics.csv").read_text().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("epoch,step,lr,train_loss,train_step_acceptance")
+    assert not list(finished.glob(".*.part")) and not list(finished.glob("*.part"))
+
+
+def test_a_checkpoint_holds_the_head_alone_and_loads_without_code(finished):
+    checkpoint = torch.load(finished / "last.ckpt", weights_only=True)
+    head = load_file(finished / "head.safetensors")
+    assert {f"head.{name}" for name in head} == set(checkpoint["state_dict"])
+    assert all(torch.equal(checkpoint["state_dict"][f"head.{name}"], tensor) for name, tensor in head.items())
+
+
+def test_the_command_and_the_function_end_with_the_same_head(finished, traces, tmp_path, capsys):
+    words = "--model.features both --model.width 4 --trainer.max_epochs 3 --data.batch 4 --data.validation 0.25"
+    main([*words.split(), "--model.lr", "0.01", "--data.traces", traces, "--out", str(tmp_path / "train")])
+    assert (tmp_path / "train/head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
+    assert "epoch 3/3  held out: step acceptance 0." in capsys.readouterr().out
+
+
+def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(finished, traces, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.iterdir() if path.name != ".lock"}
+    train(traces=traces, out=str(finished), **SETTINGS)
+    assert "is already trained; choose another --out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="was started with lr = 0.01, now it is 0.02; .*choose another --out"):
+        train(traces=traces, out=str(finished), **{**SETTINGS, "lr": 0.02})
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+# --- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+def _die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at_step(count):
+    original, seen = VerifierModule.training_step, []
+
+    def step(self, *args):
+        seen.append(1)
+        return original(self, *args) if len(seen) <= count else _die()
+
+    VerifierModule.training_step = step
+
+
+def _die_in_checkpoint(number):
+    """Half of a checkpoint's bytes are written when the process dies."""
+    original, seen = torch.save, []
+
+    def save(value, path, *args, **kwargs):
+        original(value, path, *args, **kwargs)
+        seen.append(1)
+        if len(seen) == number:
+            os.truncate(path, os.path.getsize(path) // 2)
+            _die()
+
+    torch.save = save
+
+
+def _die_at(name):
+    setattr(command, name, _die)
+
+
+KILLS = {
+    "before the first epoch ends": lambda: _die_at_step(2),
+    "in the middle of the second epoch": lambda: _die_at_step(9),
+    "while the first checkpoint is written": lambda: _die_in_checkpoint(1),
+    "while the second checkpoint replaces the first": lambda: _die_in_checkpoint(2),
+    "between a checkpoint and its figures": lambda: _die_at("_write_metrics"),
+    "between the last epoch and the head": lambda: _die_at("_write_head"),
+    "between the head and train.json": lambda: _die_at("sha256"),
+}
+
+
+def _train_and_die(kill, traces, out):
+    KILLS[kill]()
+    train(traces=traces, out=out, **SETTINGS)
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_run_ends_with_the_same_head_when_it_is_run_again(kill, finished, traces, tmp_path, capsys):
+    out = tmp_path / "train"
+    child = multiprocessing.get_context("fork").Process(target=_train_and_die, args=(kill, traces, str(out)))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL and not (out / "train.json").exists()
+    train(traces=traces, out=str(out), **SETTINGS)
+    assert (out / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
+    assert (out / "metrics.csv").read_text() == (finished / "metrics.csv").read_text()
+
+
+# --- what cannot be trained on --------------------------------------------------------------------------------------
+
+
+def test_a_second_process_on_one_folder_is_refused(traces, tmp_path):
+    with exclusive(tmp_path):
+        with pytest.raises(OSError, match="is writing to .*; wait until it ends or choose another --out"):
+            train(traces=traces, out=str(tmp_path), **SETTINGS)
+
+
+def test_a_head_on_hidden_states_refuses_traces_without_them(tmp_path):
+    folder = synthetic_traces(tmp_path / "traces", prompts=2, samples=2, shards=1)
+    with pytest.raises(ValueError, match="holds no hidden states, .* gather with --hidden true"):
+        train(traces=str(folder), out=str(tmp_path / "train"), features="hidden")
+
+
+def test_a_relaxation_that_is_not_a_blend_is_refused(tmp_path):
+    folder = synthetic_traces(tmp_path / "traces", prompts=2, samples=2, shards=1, weight=math.nan)
+    with pytest.raises(ValueError, match="not a blend of both rows"):
+        train(traces=str(folder), out=str(tmp_path / "train"))
+
+
+def test_one_text_a_prompt_is_refused(tmp_path):
+    folder = synthetic_traces(tmp_path / "traces", prompts=8, samples=1, shards=1)
+    with pytest.raises(ValueError, match="one text a prompt, .* gather with --samples 4"):
+        train(traces=str(folder), out=str(tmp_path / "train"))
+
+
+def test_traces_of_two_pairs_are_refused(traces, tmp_path):
+    other = synthetic_traces(tmp_path / "other", prompts=2, samples=2, shards=1)
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("made-up target", "another target"))
+    with pytest.raises(ValueError, match="differ in `target` .* one pair of models and one task"):
+        train(traces=[traces, str(other)], out=str(tmp_path / "train"))
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--model.widht", "4"], "did you mean `--model.width`"),
+        (["--model.features", "foo"], "`model.features` must be one of hidden, logits, both, got foo"),
+        (["--model.lr", "-1"], "`lr` must be a number of at least 0, got -1"),
+        (["--data.validation", "1"], r"`validation` must be in \[0, 1\)"),
+        (["--data.batch", "0"], "`batch` must be at least 1 text"),
+        (["--threads", "0"], "`threads` must be at least 1"),
+        (["--seed_everything", "true"], "`seed_everything` must be a whole number"),
+    ],
+)
+def test_bad_options_are_answered_with_a_sentence(traces, tmp_path, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        main(["--data.traces", traces, "--out", str(tmp_path / "train"), *words])
+
+
+def test_a_settings_file_gives_its_train_section_and_the_shared_seed(traces, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 7\ntarget: sums-target\ngather: {samples: 4}\ntrain:\n  model: {lr: 1e-3}\n")
+    words = ["--config", str(file), "--data.traces", traces, "--out", "x"]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--print_config"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0 and "lr: 0.001" in printed and "seed_everything: 7" in printed
+    file.write_text("train:\n  model: {widht: 3}\n")
+    with pytest.raises(ValueError, match=r"`model.widht` in section `train` of run.yaml .* did you mean `model.width`"):
+        main(words)

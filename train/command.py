@@ -1,0 +1,370 @@
+"""`diversed train`: traces become a head. The same command again continues from the last finished epoch.
+
+    OUT/settings.json     what this run was started with; a run is continued with the same settings only
+    OUT/last.ckpt         head, optimiser, schedule and loop state after the last finished epoch; tensors and plain data
+    OUT/metrics.csv       figures of every epoch, see `figures` in module.py
+    OUT/head.safetensors  the trained head, written at the end
+    OUT/train.json        its kind and sizes, settings, figures and where its traces came from, written last
+
+Every file is renamed into place whole, and everything random is a function of (seed, epoch): a run that was killed at
+any moment and continued ends with the same head as one that was not (same machine, same number of threads).
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentError
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer, seed_everything
+from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from safetensors.torch import save_file
+
+from ..data.lock import exclusive
+from ..data.module import TraceModule
+from ..data.traces import sha256
+from .module import VerifierModule
+
+CHECKPOINT = "last.ckpt"
+DEFAULTS = {
+    "max_epochs": 4,
+    "gradient_clip_val": 5.0,
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "enable_model_summary": False,
+}
+# What changes the result of a run besides the settings of the model and the data.
+TRAINER_SETTINGS = (
+    "max_epochs",
+    "max_steps",
+    "gradient_clip_val",
+    "accumulate_grad_batches",
+    "precision",
+    "world_size",
+)
+
+
+def main(args: list[str]) -> None:
+    """Run `diversed train` with the words of the command line."""
+    with _quiet():
+        cli = _TrainCLI(args)
+        _fit(
+            cli.trainer,
+            cli.model,
+            cli.datamodule,
+            cli.config["out"],
+            cli.config["seed_everything"],
+            cli.config["threads"],
+        )
+
+
+def train(
+    *,
+    traces: str | list[str],
+    out: str,
+    features: str = "logits",
+    width: int = 0,
+    epochs: int = 4,
+    batch: int = 8,
+    validation: float = 0.1,
+    lr: float = 5e-4,
+    warmup_steps: int = 10,
+    weight_decay: float = 0.01,
+    clip: float = 5.0,
+    lambda_: float = 1.0,
+    ratio_clip: float = 0.2,
+    acceptance: str = "mean",
+    seed: int = 0,
+    threads: int = 1,
+) -> Path:
+    """Train a head on traces; the folder it is in.
+
+    Args:
+        traces: folder that `diversed gather` wrote, or a list of them.
+        out: folder to write to; a run that was interrupted there is continued.
+        features: what the gate sees: hidden, logits or both.
+        width: size of one hidden layer, 0 for the paper's linear gate.
+        epochs: passes over the traces.
+        batch: texts in a step.
+        validation: share of the prompts held out.
+        lr: highest learning rate.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: of AdamW.
+        clip: largest norm of the gradient.
+        lambda_: weight of the acceptance term beside the reward.
+        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        acceptance: mean or sum of step acceptance over a text's positions.
+        seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
+        threads: CPU threads; the same number gives the same head.
+    """
+    with _quiet():
+        data = TraceModule(traces, batch, validation, seed, hidden=features != "logits")
+        seed_everything(seed, verbose=False)
+        sizes = (data.draft_hidden, data.target_hidden)
+        model = VerifierModule(features, *sizes, width, lr, warmup_steps, weight_decay, lambda_, ratio_clip, acceptance)
+        trainer = _trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
+        return _fit(trainer, model, data, out, seed, threads)
+
+
+class _TrainCLI(LightningCLI):
+    """LightningCLI over our module and data, with the settings files and the sentences of the other commands."""
+
+    def __init__(self, args: list[str]):
+        super().__init__(
+            VerifierModule,
+            TraceModule,
+            args=args,
+            run=False,
+            save_config_callback=None,
+            trainer_defaults=DEFAULTS,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_kwargs={
+                "prog": "diversed train",
+                "description": "Train a gate on traces. Run it again to continue an interrupted run.",
+                "exit_on_error": False,
+            },
+        )
+
+    def add_arguments_to_parser(self, parser) -> None:
+        parser.add_argument(
+            "--out", type=str, required=True, help="Folder to write to; an interrupted run is continued."
+        )
+        parser.add_argument("--threads", type=int, default=1, help="CPU threads; the same number gives the same head.")
+        parser.link_arguments("model.features", "data.hidden", compute_fn=lambda features: features != "logits")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("data.draft_hidden", "model.draft_hidden", apply_on="instantiate")
+        parser.link_arguments("data.target_hidden", "model.target_hidden", apply_on="instantiate")
+
+    def parse_arguments(self, parser, args: list[str]) -> None:
+        from ..options import explain, option_names, spell_out, take_config
+
+        args, file = take_config(args)
+        values = _section(file, option_names(parser)) if file else {}
+        start = [f"--config={json.dumps(values)}"] if values else []
+        try:
+            self.config = parser.parse_args(start + spell_out(parser, args, "train"))
+        except ArgumentError as error:
+            raise ValueError(explain(error, parser, "train")) from error
+        if isinstance(self.config["seed_everything"], bool):
+            raise ValueError("`seed_everything` must be a whole number: with it a run can be repeated and continued")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return _trainer(self.config["out"], **{**self._get(self.config_init, "trainer", default={}), **kwargs})
+
+
+def _section(file: Path, options: list[str]) -> dict:
+    """What a settings file says about training: its section `train`, or all of a file that has no sections."""
+    from .. import settings
+
+    values = settings.load(file)
+    if not any(settings.is_section(key, value) for key, value in values.items()):
+        return settings.select({"train": values}, "train", options, file.name)
+    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
+    return settings.select({"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name)
+
+
+def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None, **options: Any) -> Trainer:
+    """A Trainer that keeps its files in `out` and talks in one line an epoch."""
+    plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    if sys.stdout.isatty() and options.get("enable_progress_bar") is not False:
+        callbacks = [*callbacks, RichProgressBar(leave=False)]
+    else:
+        options["enable_progress_bar"] = False
+    return Trainer(
+        **{**options, "default_root_dir": options.get("default_root_dir") or str(out)},
+        callbacks=[*callbacks, _EpochEnd(Path(out))],
+        plugins=[*plugins, _WholeFiles()],
+    )
+
+
+def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, seed: int, threads: int) -> Path:
+    """Train, or continue, or notice that there is nothing left to do; then write the head."""
+    if threads < 1:
+        raise ValueError(f"`threads` must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
+    folder = Path(out)
+    first = trainer.global_rank == 0
+    with exclusive(folder) if first else nullcontext():
+        settings = _settings(trainer, model, data, seed, threads)
+        _refuse_other_settings(folder, settings)
+        if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
+            print(f"{folder} is already trained; choose another --out to train again")
+            return folder
+        if first:
+            _write_json(folder / "settings.json", settings)
+        data.setup()
+        _announce(data)
+        checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
+        if checkpoint:
+            print(f"continuing from {checkpoint}")
+        else:
+            model.start_from(*data.sample_inputs())
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        if first:
+            _write_head(folder, model, data, settings)
+    return folder
+
+
+def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, seed: int, threads: int) -> dict:
+    """Everything the result depends on, as plain data."""
+    return {
+        **model.settings,
+        "batch": data.batch,
+        "validation": data.validation,
+        **{name: getattr(trainer, name) for name in TRAINER_SETTINGS},
+        "seed": seed,
+        "threads": threads,
+        "traces_sha256": _traces_sha256(data),
+    }
+
+
+def _traces_sha256(data: TraceModule) -> str:
+    """The manifest's checksum, for several folders that of their checksums; it names every shard by checksum."""
+    if len(data.checksums) == 1:
+        return data.checksums[0]
+    return hashlib.sha256("".join(data.checksums).encode()).hexdigest()
+
+
+def _refuse_other_settings(folder: Path, settings: dict) -> None:
+    """A run is continued as it was started."""
+    path = folder / "settings.json"
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text())
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{folder} was started with {name} = {before.get(name)}, now it is {value}; "
+                "give the same settings to continue it, or choose another --out"
+            )
+
+
+def _announce(data: TraceModule) -> None:
+    texts = data.texts
+    tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
+    print(
+        f"{len(texts)} texts of {prompts} prompts, {tokens} tokens; {len(data.held_index)} texts are held out; "
+        f"mean reward {texts.reward.mean():.3f}",
+        flush=True,
+    )
+    if not texts.advantage[data.train_index].any():
+        print("note: the texts of every prompt have equal rewards, so only the acceptance term can teach anything")
+
+
+def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings: dict) -> None:
+    """Write head.safetensors, then train.json: its presence says that the run is done."""
+    head = model.head.cpu()
+    if not all(torch.isfinite(tensor).all() for tensor in head.state_dict().values()):
+        raise ValueError(
+            f"training in {folder} ended in numbers that are not finite; lower lr and choose another --out"
+        )
+    described = {name: getattr(head, name) for name in ("features", "draft_hidden", "target_hidden", "width")}
+    path = folder / "head.safetensors"
+    temporary = folder / ".head.safetensors.part"
+    save_file(dict(head.state_dict()), temporary, metadata={"head": json.dumps(described)})
+    os.replace(temporary, path)
+    _write_json(
+        folder / "train.json",
+        {
+            "format": 1,
+            "head": described,
+            "head_sha256": sha256(path),
+            "settings": settings,
+            "traces": [str(traces) for traces in data.folders],
+            "traces_sha256": settings["traces_sha256"],
+            "manifest": {key: value for key, value in data.manifest.items() if key != "shards"},
+            "figures": model.history,
+            "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "safetensors")},
+        },
+    )
+    print(f"head: {path}\nfigures: {folder / 'metrics.csv'} and {folder / 'train.json'}")
+
+
+def _write_json(path: Path, values: dict) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+class _WholeFiles(TorchCheckpointIO):
+    """Checkpoints appear whole: Lightning's own writer moves them from the system's temporary folder, which copies."""
+
+    def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
+        temporary = f"{path}.part"
+        torch.save(checkpoint, temporary)
+        os.replace(temporary, path)
+
+
+class _EpochEnd(ModelCheckpoint):
+    """After every epoch: one checkpoint in place of the last, metrics.csv, one line for the reader."""
+
+    def __init__(self, out: Path):
+        super().__init__(
+            dirpath=str(out),
+            filename=Path(CHECKPOINT).stem,
+            save_top_k=1,
+            every_n_epochs=1,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        self.out = out
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if trainer.is_global_zero:
+            _write_metrics(self.out / "metrics.csv", pl_module.history)
+            print(_line(pl_module.history[-1], trainer.max_epochs), flush=True)
+
+
+def _write_metrics(path: Path, history: list[dict]) -> None:
+    """All epochs so far, also those before the run was continued; Lightning's CSVLogger would lose them."""
+    temporary = path.with_name(f".{path.name}.part")
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(history[0]), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(history)
+    os.replace(temporary, path)
+
+
+def _line(row: dict, epochs: int | None) -> str:
+    part = "held_out" if "held_out_loss" in row else "train"
+    figure = {name.removeprefix(f"{part}_"): value for name, value in row.items()}
+    return (
+        f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: step acceptance {figure['step_acceptance']:.4f}, "
+        f"reward {figure['reward_estimate']:.4f} (estimate from {figure['effective_texts']:.0f} effective texts), "
+        f"draft's weight {figure['weight_p10']:.2f} / {figure['weight_p50']:.2f} / {figure['weight_p90']:.2f} "
+        "(10 / 50 / 90 %)"
+    )
+
+
+@contextmanager
+def _quiet():
+    """Lightning's tips and advice are not for the person who trains a gate; errors still come through."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric|torch\.utils)\.")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,194 @@
+"""The Lightning shell around the head and its objective: what is optimised, how, and what is written down about it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor
+
+from ..verifier.head import WeightHead
+from .objectives import acceptance, blend_logprob, over_positions, reinforce, substitution
+
+BINS = 20  # of the weight histogram, equal widths over [0, 1]
+FINE = 1000  # bins from which the quantiles of the weight are read
+
+
+class VerifierModule(LightningModule):
+    """A gate and the paper's objective for it.
+
+    Args:
+        features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the two rows) or both.
+        draft_hidden: hidden size of the draft model; set from the traces.
+        target_hidden: hidden size of the target model; set from the traces.
+        width: size of one hidden layer, 0 for the paper's linear gate.
+        lr: highest learning rate of AdamW.
+        warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the last step.
+        weight_decay: of AdamW.
+        lambda_: weight of the acceptance term beside the reward; larger is faster and further from the target.
+        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which rewards long texts.
+    """
+
+    def __init__(
+        self,
+        features: Literal["hidden", "logits", "both"] = "logits",
+        draft_hidden: int = 0,
+        target_hidden: int = 0,
+        width: int = 0,
+        lr: float = 5e-4,
+        warmup_steps: int = 10,
+        weight_decay: float = 0.01,
+        lambda_: float = 1.0,
+        ratio_clip: float = 0.2,
+        acceptance: Literal["mean", "sum"] = "mean",
+    ):
+        settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        _refuse_bad(settings)
+        super().__init__()
+        self.save_hyperparameters()
+        self.settings = settings
+        sizes = (draft_hidden, target_hidden) if features != "logits" else (0, 0)
+        self.head = WeightHead(features, *sizes, width)
+        self.history: list[dict] = []  # figures of every finished epoch; travels with the checkpoint
+        self._sums: dict[str, dict[str, Tensor]] = {}
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """The draft's share [B, T] at every position of a batch."""
+        return torch.sigmoid(self.head(batch["features"], batch.get("hidden")))
+
+    def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
+        """Standardise the gate's inputs and start at the traces' own mean weight, where the ratios v_new / v_old are 1.
+
+        features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training texts.
+        """
+        self.head.standardise(features, hidden)
+        last = self.head.net[-1] if self.head.width else self.head.net
+        with torch.no_grad():
+            last.bias.fill_(torch.logit(weight.mean().clamp(0.01, 0.99)))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        weight = self(batch)
+        loss = self._loss(weight, batch)
+        self._count("train", batch, weight.detach(), loss.detach())
+        self.log(
+            "step_acceptance", over_positions(acceptance(weight.detach(), batch["tv"]), batch["mask"]), prog_bar=True
+        )
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        weight = self(batch)
+        self._count("held_out", batch, weight, self._loss(weight, batch))
+
+    def on_train_epoch_start(self) -> None:
+        self._sums = {}
+
+    def on_validation_epoch_start(self) -> None:
+        self._sums.pop("held_out", None)
+
+    def on_train_epoch_end(self) -> None:
+        if self.history and self.history[-1]["epoch"] > self.current_epoch:
+            return  # resumed at the end of an epoch that is written down already
+        row = {"epoch": self.current_epoch + 1, "step": self.global_step, "lr": self.optimizers().param_groups[0]["lr"]}
+        for part, sums in self._sums.items():
+            row |= {f"{part}_{name}": value for name, value in figures(sums).items()}
+        self.history.append(row)
+        self.log_dict({name: float(value) for name, value in row.items() if isinstance(value, float)})
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["history"] = self.history
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self.history = checkpoint["history"]
+
+    def configure_optimizers(self) -> dict:
+        total = int(self.trainer.estimated_stepping_batches)
+        lr, weight_decay, warmup = (self.settings[name] for name in ("lr", "weight_decay", "warmup_steps"))
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=weight_decay)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, warmup))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _loss(self, weight: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The objective; another one is another function of (weight, batch) in objectives.py, chosen here."""
+        return reinforce(
+            weight,
+            batch,
+            lambda_=self.settings["lambda_"],
+            ratio_clip=self.settings["ratio_clip"],
+            acceptance_term=self.settings["acceptance"],
+        )
+
+    @torch.no_grad()
+    def _count(self, part: str, batch: dict[str, Tensor], weight: Tensor, loss: Tensor) -> None:
+        """Add a batch to the sums of `part`, "train" or "held_out"."""
+        mask, texts = batch["mask"], len(batch["reward"])
+        old, new = (
+            blend_logprob(share, batch["target_prob"], batch["draft_prob"]) for share in (batch["weight"], weight)
+        )
+        ratio = torch.where(mask, new - old, 0).double().sum(1).clamp(-20, 20).exp()
+        reward = batch["reward"].double()
+        values = {
+            "texts": texts,
+            "positions": mask.sum(),
+            "loss": loss.double() * texts,
+            "acceptance": acceptance(weight, batch["tv"])[mask].double().sum(),
+            "substitutions": substitution(weight, batch["tv"])[mask].double().sum(),
+            "weight": weight[mask].double().sum(),
+            "reward": reward.sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": ratio.square().sum(),
+            "ratio_reward": (ratio * reward).sum(),
+            "histogram": torch.bincount((weight[mask] * FINE).long().clamp(0, FINE - 1), minlength=FINE),
+        }
+        sums = self._sums.setdefault(part, {})
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0) + value
+
+
+def schedule(step: int, total: int, warmup: int) -> float:
+    """Factor of the learning rate at `step` of `total`: linear warm-up, then a cosine that reaches 0 at `total`."""
+    warmup = min(warmup, total // 2)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+def figures(sums: dict[str, Tensor]) -> dict:
+    """What a user reads about an epoch.
+
+    step_acceptance   mean over positions of 1 - TV(draft, blend)
+    substitutions     expected tokens a text that are not the target's own, on the texts of the traces
+    weight, weight_p10, weight_p50, weight_p90, weight_histogram: the draft's share over positions; 20 bins over [0, 1]
+    reward            mean reward of the texts as they were sampled: it does not move with the gate
+    reward_estimate   reward under the gate as it is now: texts weighted by v_new / v_old, normalised
+    effective_texts   how many texts that estimate is worth, (sum of ratios)^2 / (sum of squared ratios)
+    """
+    sums = {name: torch.as_tensor(value).cpu() for name, value in sums.items()}
+    histogram, positions, texts = sums["histogram"], sums["positions"], sums["texts"]
+    cumulative = histogram.cumsum(0) / positions
+    result = {
+        "loss": sums["loss"] / texts,
+        "step_acceptance": sums["acceptance"] / positions,
+        "substitutions": sums["substitutions"] / texts,
+        "reward": sums["reward"] / texts,
+        "reward_estimate": sums["ratio_reward"] / sums["ratio"],
+        "effective_texts": sums["ratio"].square() / sums["ratio_squared"],
+        "weight": sums["weight"] / positions,
+    }
+    for percent in (10, 50, 90):
+        result[f"weight_p{percent}"] = ((cumulative < percent / 100).sum() + 0.5) / FINE
+    result = {name: round(float(value), 6) for name, value in result.items()}
+    return result | {"weight_histogram": histogram.view(BINS, -1).sum(1).tolist()}
+
+
+def _refuse_bad(settings: dict) -> None:
+    """ValueError with a sentence for a setting no training can use."""
+    for name, low in (("lr", 0), ("weight_decay", 0), ("warmup_steps", 0), ("width", 0), ("ratio_clip", 0)):
+        if settings[name] < low or not math.isfinite(settings[name]):
+            raise ValueError(f"`{name}` must be a number of at least {low}, got {settings[name]}")
+    if not math.isfinite(settings["lambda_"]):
+        raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
+    if settings["acceptance"] not in ("mean", "sum"):
+        raise ValueError(f"`acceptance` must be mean or sum, got {settings['acceptance']!r}")
