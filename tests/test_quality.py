@@ -196,6 +196,24 @@ def test_copies_of_a_text_add_no_certainty_when_resampled_by_prompt():
     assert high - low < 0.5 * (bootstrap(values)[2] - bootstrap(values)[1])
 
 
+def test_a_resample_is_the_mean_over_its_texts_where_prompts_have_unequal_many():
+    # Two prompts, one text of score 1 and three of 0: resamples have mean 1, 0 (a quarter each) or 1/4 (half).
+    mean, low, high = bootstrap([1.0, 0.0, 0.0, 0.0], clusters=[0, 1, 1, 1])
+    assert (mean, low, high) == (0.25, 0.0, 1.0)
+    # 80 prompts, half with one text of 1, half with five of 0: prompts average 1/2, texts 1/6.
+    values, prompts = [1.0, *[0.0] * 5] * 40, [i + (j > 0) for i in range(0, 80, 2) for j in range(6)]
+    mean, low, high = bootstrap(values, clusters=prompts)
+    assert mean == pytest.approx(1 / 6, abs=1e-12)
+    assert low < mean < high < 0.3
+
+
+def test_pairs_are_resampled_by_prompt_too():
+    first, second = numpy.random.default_rng(5).random((2, 50))
+    prompts = numpy.repeat(numpy.arange(50), 8)
+    clustered = paired_bootstrap(numpy.repeat(first, 8), numpy.repeat(second, 8), prompts)
+    assert clustered == pytest.approx(paired_bootstrap(first, second), abs=1e-12)
+
+
 def test_order_of_the_texts_and_names_of_the_prompts_do_not_matter():
     values, prompts = [0.0, 1.0, 1.0, 0.5], [3, 9, 3, 9]
     assert bootstrap(values, clusters=prompts) == bootstrap([1.0, 0.5, 0.0, 1.0], clusters=[3, 9, 3, 9])
