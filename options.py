@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ArgumentParser, get_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader
 
 from . import settings
 
@@ -33,30 +33,37 @@ def parse(function: Callable, args: list[str], name: str, extra: Callable[[Argum
     if file:
         section = name.split()[0]
         values = settings.select(settings.load(file), section, option_names(parser), file.name)
-        check_sections(settings.load(file), section, file.name)
+        check_sections(settings.load(file), [section], file.name)
     return read(parser, args, values, name)
 
 
-def make_parser(functions: dict[str, Callable], name: str) -> ArgumentParser:
-    """A parser with the options of each function, under its key in `functions` (none where the key is empty)."""
+def make_parser(functions: dict[str, Callable], name: str, skip: Mapping[str, set] = MappingProxyType({})):
+    """A parser with the options of each function, under its key in `functions` (none where the key is empty).
+
+    skip: for a key, the options to leave out.
+    """
     whole = functions.get("")
     doc = (whole.__doc__ or "").strip().split("\n\n")[0] if whole else None
     parser = ArgumentParser(prog=f"diversed {name}", description=doc, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="A settings file, or the name of a packaged one.")
     for key, function in functions.items():
-        parser.add_function_arguments(function, key or None, as_group=bool(key), fail_untyped=True)
+        parser.add_function_arguments(function, key or None, as_group=bool(key), skip=set(skip.get(key, ())))
     return parser
 
 
 def read(parser: ArgumentParser, args: list[str], values: dict, name: str) -> dict:
     """Parsed options as objects: `args` over `values` (from a settings file) over the signature's defaults."""
+    options = vars(parser.instantiate(check(parser, args, values, name)))
+    return {key: value for key, value in options.items() if key != "config"}
+
+
+def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> Namespace:
+    """Options parsed and not yet made into objects; what does not fit is a ValueError with a sentence."""
     start = [f"--config={json.dumps(values, default=str)}"] if values else []
     try:
-        parsed = parser.parse_args(start + spell_out(parser, args, name))
+        return parser.parse_args(start + spell_out(parser, args, name))
     except ArgumentError as error:
         raise ValueError(explain(error, parser, name)) from error
-    options = vars(parser.instantiate(parsed))
-    return {key: value for key, value in options.items() if key != "config"}
 
 
 def take_config(args: list[str]) -> tuple[list[str], Any]:
@@ -72,12 +79,12 @@ def take_config(args: list[str]) -> tuple[list[str], Any]:
     return rest, file
 
 
-def check_sections(values: dict, done: str, file: str) -> None:
+def check_sections(values: dict, done: Collection[str], file: str) -> None:
     """Refuse unknown keys in the sections of other commands too: a typo should not wait for its stage."""
     from .cli import COMMANDS, command, reads_own_options
 
     for section in COMMANDS:
-        if section == done or not settings.is_section(section, values.get(section)) or not values.get(section):
+        if section in done or not settings.is_section(section, values.get(section)) or not values.get(section):
             continue
         function = command(section)
         if not reads_own_options(function):

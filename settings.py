@@ -104,10 +104,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = sorted(names)
     group = name.rpartition(".")[0]
     siblings = {other.removeprefix(group): other for other in names if group and other.startswith(f"{group}.")}
-    siblings = siblings or {other: other for other in names}
-    close = get_close_matches(name.removeprefix(group) if group else name, siblings, n=1, cutoff=0.5)
+    known = siblings or {other: other for other in names}
+    close = get_close_matches(name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean `{siblings[close[0]]}`?"
+        return f"; did you mean `{known[close[0]]}`?"
     return f"; it is one of {', '.join(names)}" if names else ""
 
 

@@ -1,0 +1,159 @@
+"""`diversed run`: the whole story, gather -> train -> export -> eval, with one settings file and one folder.
+
+    OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
+    OUT/train/    what `diversed train` wrote           OUT/results.jsonl  and frontier.png, by `diversed eval`
+
+Every stage notices by itself what it has already done, so the same command again continues where it stopped.
+All options of all stages are read before the first one starts: a typo in the last does not cost the first.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import options, settings
+from .cli import command
+
+# What this story decides: where the stages find each other's results.
+DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out"}}
+
+
+def story(*, out: str | None = None, biases: list[float] = [0.0]) -> None:  # noqa: B006  never written to
+    """Gather, train, export and evaluate with one settings file; complete stages are skipped.
+
+    Options of a stage are written --STAGE.option; what several stages share may be written once, as in --seed 1.
+    Those of training are listed by `diversed train --help` and written --train.model.lr and so on.
+
+    Args:
+        out: folder for everything; by default runs/ and the name of the settings file.
+        biases: the trained gate is evaluated with each of these added to its logit; larger is faster and less exact.
+    """
+
+
+def run(args: list[str]) -> None:
+    """Run every stage; `args` are the words of the command line."""
+    args, file = options.take_config(args)
+    values, where = (settings.load(file), file.name) if file else ({}, "")
+    printing = "--print_config" in args
+    stages = {stage: command(stage) for stage in DECIDED}
+    parser = options.make_parser({"": story, **stages}, "run", skip=DECIDED)
+    words, train_words = _share([word for word in args if word != "--print_config"], options.option_names(parser))
+    default = {"out": f"runs/{file.stem if file else 'run'}"}
+    parsed = options.check(parser, words, default | _chosen(values, parser, where), "run")
+    plan = vars(parser.instantiate(parsed))
+    out = Path(plan["out"])
+    train_words = [*train_words, f"--data.traces={out / 'traces'}", f"--out={out / 'train'}"]
+    trained = _check_training(train_words, values, where)
+    if printing:
+        print(_as_file(parser.dump(parsed), trained), end="")
+        return
+    _tell(out, plan, stages, [*([f"--config={file}"] if file else []), *train_words])
+
+
+def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str]) -> None:
+    """The stages in order, a heading and the elapsed time for each."""
+    bundle = str(out / "bundle")
+    gather, export, evaluate = (vars(plan[stage]) for stage in stages)
+    learned = [bundle if bias == 0 else f"{bundle};bias={bias:g}" for bias in plan["biases"]]
+    evaluate["relaxations"] = [*evaluate["relaxations"], *learned]
+    chapters = {
+        "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
+        "train": lambda: command("train")(train_words),
+        "export": lambda: stages["export"](train=str(out / "train"), out=bundle, **export),
+        "eval": lambda: stages["eval"](out=str(out), **evaluate),
+    }
+    began = time.monotonic()
+    for number, (stage, chapter) in enumerate(chapters.items(), 1):
+        print(f"\n[{number}/{len(chapters)}] {stage}", flush=True)
+        start = time.monotonic()
+        chapter()
+        print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
+    _publish(bundle, out / "results.jsonl")
+    print(f"\ndone in {_clock(time.monotonic() - began)}")
+    for name, meaning in (
+        ("results.jsonl", "one line a text"),
+        ("frontier.png", "quality against tokens per target call"),
+        ("bundle", "the gate; diversed decode --relaxation"),
+    ):
+        print(f"  {out / name}  ({meaning})")
+
+
+def _publish(bundle: str, results: Path) -> None:
+    """The measured figures go on the bundle's card."""
+    from .export.bundle import add_frontier
+
+    add_frontier(bundle, results)
+
+
+def _chosen(values: dict, parser, file: str) -> dict:
+    """What every stage takes from the settings file, under the stage's name; and the story's own section."""
+    names = options.option_names(parser)
+    own = [name for name in names if name.split(".")[0] not in DECIDED]
+    chosen = settings.select({"run": values.get("run")}, "run", own, file)
+    for stage in DECIDED:
+        chosen[stage] = settings.select(values, stage, _under(names, stage), file)
+    options.check_sections(values, ["run", *DECIDED], file)
+    return chosen
+
+
+def _share(args: list[str], names: list[str]) -> tuple[list[str], list[str]]:
+    """Words for the parser of `run`, with shared options written out for every stage; and those for training."""
+    words, train = [], []
+    for option, values in _grouped(args):
+        name = option.removeprefix("--").partition("=")[0]
+        shared = name.split(".")[0] in settings.SHARED
+        users = [stage for stage in DECIDED if shared and f"{stage}.{name}" in names]
+        if name.startswith("train."):
+            train += [f"--{option.removeprefix('--train.')}", *values]
+        elif name in names or not users:
+            words += [option, *values]
+        else:
+            for stage in users:
+                words += [f"--{stage}.{option.removeprefix('--')}", *values]
+            if name == "seed":
+                train += [option.replace("--seed", "--seed_everything"), *values]
+    return words, train
+
+
+def _grouped(args: list[str]) -> list[tuple[str, list[str]]]:
+    """Every option with the words after it that are its values."""
+    groups = []
+    for word in args:
+        if word.startswith("--") or not groups:
+            groups.append((word, []))
+        else:
+            groups[-1][1].append(word)
+    return groups
+
+
+def _check_training(words: list[str], values: dict, file: str) -> str:
+    """Read the options of training before the first stage starts; as YAML, what training will run with."""
+    from jsonargparse import capture_parser
+
+    parser = capture_parser(lambda: command("train")([]))
+    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
+    section = seed | (values.get("train") or {})
+    chosen = settings.select({"train": section}, "train", options.option_names(parser), file)
+    return parser.dump(options.check(parser, words, chosen, "train"), skip_link_targets=True)
+
+
+def _as_file(parsed: str, trained: str) -> str:
+    """What `--print_config` prints: a settings file with one section a stage."""
+    from jsonargparse import get_loader
+
+    plan = get_loader("yaml")(parsed)
+    stages = {stage: plan.pop(stage) for stage in DECIDED}
+    return yaml.safe_dump({"run": plan, **stages, "train": get_loader("yaml")(trained)}, sort_keys=False)
+
+
+def _under(names: list[str], stage: str) -> list[str]:
+    return [name.removeprefix(f"{stage}.") for name in names if name.startswith(f"{stage}.")]
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
