@@ -61,7 +61,7 @@ TRAINER_SETTINGS = (
 
 def main(args: list[str]) -> None:
     """Run `diversed train` with the words of the command line."""
-    with _quiet():
+    with quiet():
         cli = _TrainCLI(args)
         _fit(
             cli.trainer,
@@ -112,7 +112,7 @@ def train(
         seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
         threads: CPU threads; the same number gives the same head.
     """
-    with _quiet():
+    with quiet():
         data = TraceModule(traces, batch, validation, seed, hidden=features != "logits")
         seed_everything(seed, verbose=False)
         sizes = (data.draft_hidden, data.target_hidden)
@@ -355,7 +355,7 @@ def _line(row: dict, epochs: int | None) -> str:
 
 
 @contextmanager
-def _quiet():
+def quiet():
     """Lightning's tips and advice are not for the person who trains a gate; errors still come through."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning")]
     levels = [logger.level for logger in loggers]
