@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..verifier.head import FEATURES, KINDS, WeightHead, logit_features
+from .card import FORMAT, model_card, with_frontier
 
-FORMAT = 1
 FILES = ("card.json", "head.safetensors", "example.safetensors", "README.md")
 LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the gate: far above every model
 LARGEST_CARD = 16 << 20  # bytes
@@ -36,15 +36,11 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Bundle:
-    """A loaded bundle: the gate, its card and the folder it came from. `bias` is the gate bias it recommends."""
+    """A loaded bundle: the gate, its card and the folder it came from."""
 
     head: WeightHead
     card: dict[str, Any]
     folder: Path
-
-    @property
-    def bias(self) -> float:
-        return float(self.card.get("bias", 0.0))
 
 
 def load_bundle(
@@ -78,7 +74,7 @@ def load_bundle(
     return Bundle(head=head, card=card, folder=folder)
 
 
-def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any], readme: str) -> Path:
+def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> Path:
     """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced."""
     folder = Path(folder)
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= set(FILES)):
@@ -90,7 +86,7 @@ def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any], rea
         head = head.to("cpu", torch.float32).eval()
         save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, new / "head.safetensors")
         save_file(_example(head), new / "example.safetensors")
-        write_card(new, card, readme)
+        _write_card(new, card)
         load_bundle(new)
         if folder.exists():
             os.replace(folder, Path(room) / "old")
@@ -98,28 +94,20 @@ def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any], rea
     return folder
 
 
-def write_card(folder: Path, card: dict[str, Any], readme: str) -> None:
-    """Write card.json and README.md of a bundle, each at once."""
-    for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", readme)):
+def add_frontier(folder: str | Path, results: str | Path) -> None:
+    """Write the measured figures of `results` (results.jsonl of `diversed eval`) into a bundle's card and README."""
+    from ..eval.speed import summarise
+
+    bundle = load_bundle(folder)
+    _write_card(bundle.folder, with_frontier(bundle.card, summarise(results)))
+
+
+def _write_card(folder: Path, card: dict[str, Any]) -> None:
+    """Write card.json and README.md, each at once."""
+    for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
         temporary = folder / f".{name}.tmp"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, folder / name)
-
-
-def head_card(head: WeightHead) -> dict[str, Any]:
-    """The part of a card that describes the gate."""
-    return {
-        "features": head.features,
-        "feature_names": list(FEATURES) if head.needs_logits else [],
-        "width": head.width,
-        "draft_hidden": head.draft_hidden,
-        "target_hidden": head.target_hidden,
-    }
-
-
-def is_bundle(folder: str | Path) -> bool:
-    """Whether a folder looks like a bundle."""
-    return (Path(folder) / "card.json").is_file()
 
 
 def _read_card(folder: Path) -> dict[str, Any]:

@@ -1,20 +1,17 @@
-"""`diversed export`: a training run becomes a bundle, and measured figures become part of its card."""
+"""`diversed export`: a training run becomes a bundle."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .. import __version__
-from ..verifier.head import FEATURES, WeightHead
-from .bundle import FORMAT, head_card, load_bundle, write_bundle, write_card
+from ..verifier.head import WeightHead
+from .bundle import add_frontier, write_bundle
+from .card import make_card
 
 
 def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, results: str | None = None) -> None:
@@ -24,7 +21,8 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
         train: folder that `diversed train` wrote (head.safetensors and train.json).
         out: folder to write the bundle to; an older bundle there is replaced.
         draft_length: tokens drafted per target call the head is meant for; stated on the card.
-        bias: gate bias the card recommends; added to the gate's logit, larger is faster and further from the target.
+        bias: added to the gate's logit for good, larger is faster and further from the target; `;bias=` at run time
+            is counted from there.
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
     """
     if draft_length < 1:
@@ -32,139 +30,12 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
     run = Path(train)
     training = _read_training(run)
     head = _read_head(run, training["head"])
-    card = _card(head, training, draft_length, bias)
-    write_bundle(out, head, card, model_card(card))
+    last = list(head.net.modules())[-1]
+    last.bias.data += bias
+    write_bundle(out, head, make_card(head, training, draft_length, bias))
     if results:
         add_frontier(out, results)
     print(f"bundle written to {out}: load it with --relaxation {out}")
-
-
-def add_frontier(bundle: str | Path, results: str | Path) -> None:
-    """Write the measured figures of `results` (results.jsonl of `diversed eval`) into a bundle's card and README."""
-    from ..eval.speed import summarise
-
-    loaded = load_bundle(bundle)
-    keep = ("method", "relaxation", "requests", "score", "score_low", "score_high", "difference", "difference_low")
-    keep += ("difference_high", "step_acceptance", "accepted_share", "tokens_per_call", "tokens_per_second")
-    keep += ("mean_weight", "mean_bias", "substitutions")
-    rows = [{name: row[name] for name in keep} for row in summarise(results)]
-    card = loaded.card | {"frontier": rows}
-    write_card(loaded.folder, card, model_card(card))
-
-
-def model_card(card: dict[str, Any]) -> str:
-    """README.md of a bundle: a Hugging Face model card made from card.json alone."""
-    target, draft, head = card["models"]["target"], card["models"]["draft"], card["head"]
-    text = _CARD.format(
-        header=_header(card),
-        target=_code(target["name"]),
-        draft=_code(draft["name"]),
-        target_hash=target["hash"],
-        draft_hash=draft["hash"],
-        task=card["task"],
-        features={"hidden": "the last hidden states of both models", "logits": "numbers computed from both rows"}.get(
-            head["features"], "the last hidden states of both models and numbers computed from both rows"
-        ),
-        net=f"one hidden layer of {head['width']}" if head["width"] else "linear",
-        sampling=", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in card["sampling"].items()),
-        draft_length=card["draft_length"],
-        bias=f"{card['bias']:g}",
-        traces=str(card["training"]["traces_sha256"])[:16],
-        cost=_cost(card["frontier"], card["metric"]),
-        portable=(
-            "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on another pair, untested."
-            if head["features"] == "logits"
-            else "It reads hidden states, so it works with these two models only."
-        ),
-        versions=", ".join(f"{name} {number}" for name, number in card["versions"].items()),
-    )
-    return text
-
-
-_CARD = """{header}
-# Learned verifier for speculative decoding
-
-A gate that says, token by token, how much of the draft's distribution may replace the target's: text comes faster
-than with exact speculative decoding, and it is no longer exactly the target's. The table below is the price that was
-measured. Method: DIVERSED ([arXiv 2604.07622](https://arxiv.org/abs/2604.07622)); code: `diversed`.
-
-| | |
-|---|---|
-| target | {target} (hash `{target_hash}`) |
-| draft | {draft} (hash `{draft_hash}`) |
-| task it was trained on | {task} |
-| sampling | {sampling} |
-| draft length | {draft_length} tokens |
-| gate | {net}, on {features} |
-| gate bias | {bias} |
-| traces | sha256 `{traces}` |
-
-## Use
-
-```
-diversed decode --target TARGET --draft DRAFT --relaxation THIS_FOLDER --prompt "..."
-```
-
-```python
-from diversed import load_bundle
-bundle = load_bundle("THIS_FOLDER", target, draft)  # refuses models it was not trained for
-```
-
-One knob needs no retraining: `--relaxation "THIS_FOLDER;bias=-1"` is closer to the target, `bias=1` is faster.
-
-## What it costs
-
-{cost}
-
-## Limits
-
-- The text is NOT distributed like the target's. Where exactness matters use `--relaxation none`.
-- The figures hold for the task, the models and the sampling settings above; elsewhere measure first (`diversed eval`).
-- {portable}
-
-Made with {versions}.
-"""
-
-_COST_NOTE = """
-`{metric}` is the task's score with a 95 % bootstrap interval over prompts, then its difference to exact decoding,
-paired by prompt. Step acceptance: mean over positions of 1 - TV(draft, relaxed target). Tokens per target call count
-the extra token. Bias: mean over positions of TV(target, relaxed target). Substitutions: expected number of tokens per
-text that differ from the target's own."""
-
-
-def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
-    if not frontier:
-        return "Not measured yet. `diversed eval` measures it; until then expect nothing from this bundle."
-    lines = [
-        f"| method | relaxation | {metric} | difference to exact | step acceptance | tokens per target call | bias "
-        "| substitutions |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in frontier:
-        difference = "-"
-        if row["difference"] is not None:
-            difference = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
-        lines.append(
-            f"| {row['method']} | {_code(row['relaxation'])} | {row['score']:.3f} [{row['score_low']:.3f}, "
-            f"{row['score_high']:.3f}] | {difference} | {row['step_acceptance']:.3f} | {row['tokens_per_call']:.2f} | "
-            f"{row['mean_bias']:.3f} | {row['substitutions']:.2f} |"
-        )
-    return "\n".join(lines) + f"\n\n{frontier[0]['requests']} texts a row." + _COST_NOTE.format(metric=metric)
-
-
-def _header(card: dict[str, Any]) -> str:
-    """YAML front matter; a json string is a YAML string."""
-    names = [card["models"][role]["name"] for role in ("target", "draft")]
-    hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
-    lines = ["library_name: diversed", "pipeline_tag: text-generation", "tags:", "- speculative-decoding", "- diversed"]
-    if hub:
-        lines += ["base_model:", *(f"- {json.dumps(name)}" for name in hub)]
-    return "\n".join(["---", *lines, "---"])
-
-
-def _code(name: str) -> str:
-    """A name as inline code in a table cell, whatever characters it has."""
-    return "`" + re.sub(r"[`|\r\n]", "_", name) + "`"
 
 
 def _read_training(run: Path) -> dict[str, Any]:
@@ -184,28 +55,3 @@ def _read_head(run: Path, described: dict[str, Any]) -> WeightHead:
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} is not the head that train.json describes ({error}); train again") from None
     return head
-
-
-def _card(head: WeightHead, training: dict[str, Any], draft_length: int, bias: float) -> dict[str, Any]:
-    manifest = training["manifest"]
-    return {
-        "format": FORMAT,
-        "models": {role: manifest[role] for role in ("target", "draft")},
-        "tokenizer": manifest["tokenizer"],
-        "vocab": manifest["vocab"],
-        "head": head_card(head),
-        "features": dict(FEATURES) if head.needs_logits else {},
-        "bias": bias,
-        "sampling": manifest["sampling"],
-        "draft_length": draft_length,
-        "task": manifest["task"],
-        "metric": manifest.get("metric", "score"),
-        "training": {
-            "traces_sha256": training["traces_sha256"],
-            "relaxation": manifest["relaxation"],
-            "settings": training.get("settings", {}),
-            "figures": training.get("figures", []),
-        },
-        "frontier": [],
-        "versions": {"diversed": __version__, "torch": version("torch"), "safetensors": version("safetensors")},
-    }

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diversed.export.bundle import load_bundle
-from diversed.export.command import add_frontier, export
+from diversed.export.bundle import add_frontier, load_bundle
+from diversed.export.command import export
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from safetensors.torch import load_file, save_file
@@ -56,6 +56,14 @@ def test_export_and_load_give_the_head_back_bit_by_bit(bundle):
     assert sorted(path.name for path in bundle.iterdir()) == sorted(
         ["README.md", "card.json", "example.safetensors", "head.safetensors"]
     )
+
+
+def test_an_exported_bias_is_the_bias_of_the_loaded_gate(bundle):
+    export(train=str(bundle.parent / "train"), out=str(bundle.parent / "shifted"), bias=-1.5)
+    rows, hidden = torch.randn(2, 5, 9).softmax(-1), torch.randn(5, 12)
+    before, after = (load_bundle(bundle.parent / name).head for name in ("bundle", "shifted"))
+    # one float32 addition in another place
+    torch.testing.assert_close(before.weight(*rows, hidden, bias=-1.5), after.weight(*rows, hidden), atol=1e-5, rtol=0)
 
 
 def test_export_twice_gives_the_same_bytes(bundle):
