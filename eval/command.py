@@ -121,7 +121,7 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
     settings = json.loads((folder / SETTINGS).read_text())
     console = console or Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=150)
+        console = Console(file=console.file, width=160)
     print_table(rows, settings, console)
     picture = frontier(rows, folder / FIGURE)
     console.print(f"\n{folder / RESULTS}\n{picture}", highlight=False, soft_wrap=True)
@@ -134,7 +134,7 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
     title = f"{first['task']}, {settings['split']}: {settings['target']['name']} with draft {settings['draft']['name']}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
-    table.add_column("relaxation", overflow="fold", min_width=12)
+    table.add_column("relaxation", overflow="fold", min_width=min(40, max(len(row["relaxation"]) for row in rows)))
     names = ("score\n95 % interval", "minus exact\npaired interval", "step\naccept.", "accept.\nshare")
     names += ("tokens /\ncall", "tokens\n/ s", "mean\nweight", "mean\nbias", "subst.\n/ text")
     for name in names:

@@ -31,7 +31,7 @@ def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = No
     out = Path(out)
     figure = Figure(figsize=(8.6, 5.4), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.085, 0.20, 0.885, 0.655))
+    axes = figure.add_axes((0.09, 0.20, 0.88, 0.655))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     labels = _draw(axes, rows, methods)
     _dress(figure, axes, rows, methods, title)
@@ -136,20 +136,20 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
     axes.set_xlabel("tokens per target call  (accepted + 1, mean)  \N{RIGHTWARDS ARROW} faster", **dark)
     axes.set_ylabel(f"{metric}  \N{RIGHTWARDS ARROW} better", **dark)
     title = title or "What speed costs: quality against tokens per target call"
-    figure.text(0.085, 0.935, title, fontsize=14, weight="bold")
+    figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
     counts = sorted({row["prompts"] for row in rows})
     seeds = max(row["seeds"] for row in rows)
     sample = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))) + " held-out prompts a point"
     sample += f", {seeds} seeds" if seeds > 1 else ""
     subtitle = ", ".join(filter(None, (f"task {task}" if task else "", sample)))
     subtitle += "; bars are 95 % bootstrap intervals over prompts"
-    figure.text(0.085, 0.888, subtitle, fontsize=10.5, color="#444444")
+    figure.text(0.09, 0.888, subtitle, fontsize=10.5, color="#444444")
     small = (
         "w and the gates' weights are the draft's share of the blend (1 \N{MINUS SIGN} w) target + w draft; "
         "bias is added to the learned gate's logit.\n"
         "Tokens per target call count the extra token of each call and end with the text."
     )
-    figure.text(0.085, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
+    figure.text(0.09, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
     if len(methods) > 1:
         for number, method in enumerate(methods):
             axes.plot([], [], MARKERS[number % len(MARKERS)], color="#555555", markersize=7, label=method)
