@@ -48,11 +48,10 @@ def conditional(
 
     def law(tree: DraftTree) -> Law:
         walk = _walk(tree, plan, merge, coupled=True, known=ahead(tree) if ahead else None)
+        # a node that keeps nothing gave all its mass to its children: what rounding leaves there has no row to emit
         size = walk.emit + walk.null
-        sound = size > 0
-        fire = torch.where(sound, walk.emit / size, 1.0)
-        silent = torch.where(sound, walk.null / size, 0.0)
-        silent[:, -1] = 1
+        fire = torch.where(size > 0, walk.emit / size, 0)
+        silent = torch.where(size > 0, walk.null / size, 1)
         before, after = torch.ones_like(fire), torch.ones_like(fire)
         for family in reversed(walk.families):
             quiet = _take(silent, family.children, family).prod(-1)

@@ -27,8 +27,9 @@ class DraftTree:
 
     K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge them.
     A pruned node keeps its token as a mark, because the draw happened and the law must know its outcome: its mass is
-    emitted as an extra token at its parent. To mark it absent (-1) instead would bias the text. `validate` sets
-    `pruned` for drafted nodes whose target row is all zeros.
+    emitted as an extra token at its parent. To mark it absent (-1) instead would bias the text. Which nodes go may
+    depend on any drawn token except those below the node itself. `validate` sets `pruned` for drafted nodes whose
+    target row is all zeros.
     """
 
     tokens: Tensor
