@@ -1,0 +1,68 @@
+"""The whole story on a pair of random models: every stage runs, and the same command again only reads."""
+
+import functools
+import string
+
+import pytest
+import torch
+from diversed import cli
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SETTINGS = """
+target: {folder}/target
+draft: {folder}/draft
+run: {{biases: [0, 1]}}
+gather: {{prompts: 4, samples: 2, unit: 2, max_new_tokens: 8}}
+train: {{trainer: {{max_epochs: 1}}}}
+eval: {{prompts: 3, relaxations: [none], max_new_tokens: 8}}
+"""
+
+
+@pytest.fixture
+def quick(tmp_path, capfd):
+    """A settings file for a random pair whose tokens are characters."""
+    letters = ["<s>", "</s>", *string.printable]
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, [], unk_token="</s>"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    config = LlamaConfig(
+        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=1024, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    for seed, name in enumerate(("target", "draft")):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+        fast.save_pretrained(tmp_path / name)
+    path = tmp_path / "quick.yaml"
+    path.write_text(SETTINGS.format(folder=tmp_path))
+    capfd.readouterr()
+    return path
+
+
+def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "story"
+    words = ["run", "--config", str(quick), "--out", str(out)]
+
+    from diversed.eval import command as evaluation
+
+    @functools.wraps(evaluation.evaluate)
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluate", interrupt)
+        assert cli.main(words) == 130
+    assert "resume with: diversed run --config" in capfd.readouterr().err
+
+    assert cli.main(words) == 0
+    printed = capfd.readouterr().out
+    assert "traces are complete" in printed and "already trained" in printed
+    files = ("traces/manifest.json", "train/head.safetensors", "bundle/card.json", "results.jsonl", "frontier.png")
+    first = {name: (out / name).read_bytes() for name in files}
+    assert first["results.jsonl"].count(b"\n") == 3 * 3  # exact decoding and two biases, three prompts each
+    assert b"tokens_per_call" in first["bundle/card.json"]
+
+    assert cli.main(words) == 0
+    assert {name: (out / name).read_bytes() for name in files} == first
