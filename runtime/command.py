@@ -40,7 +40,7 @@ def decode_command(
         relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2, typical:0.09,0.3 or a
             bundle folder; after it `;bias=0.5` and `;budget=3`.
         draft_length: tokens on a drafted path.
-        branches: paths, or children of a node, of the methods that verify a tree; 3 by default.
+        branches: number of paths, or children of a node (one number, or one for each depth) where a tree is verified.
         trunk: single drafted tokens before a tree's first branching.
         relax_leaf: run the draft on the last drafted token too and relax there.
         sampling: temperature, top_k, top_p, min_p of both models.

@@ -17,7 +17,7 @@ from ..verifier.relax import Relaxation, parse
 from .batch import Batch
 from .cache import ancestors
 from .completion import Completion, cut, stopped
-from .drafting import Topology, topology
+from .drafting import Topology, default_branches, topology
 from .gate import load_gate
 from .model import Pair
 from .sampling import Sampling
@@ -46,7 +46,7 @@ def decode(
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
     relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`.
     draft_length:   tokens on a drafted path.
-    branches, trunk: shape of the tree, see `drafting.topology`; by default 1 for chains and 3 for the others.
+    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
@@ -87,11 +87,11 @@ class Engine:
                 raise ValueError(
                     f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
                 )
-            self.law, self.shape = methods.method("token").law, Topology("chain", (-1,), (0, 1))
+            self.law, self.shape = methods.method("token").unchecked, Topology("chain", (-1,), (0, 1))
         else:
             chosen = methods.method(method)
-            branches = branches if branches is not None else (1 if chosen.drafting == "chain" else 3)
-            self.law, self.shape = chosen.law, topology(chosen.drafting, draft_length, branches, trunk)
+            branches = default_branches(chosen.drafting, draft_length) if branches is None else branches
+            self.law, self.shape = chosen.unchecked, topology(chosen.drafting, draft_length, branches, trunk)
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden)
         self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)

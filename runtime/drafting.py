@@ -66,6 +66,13 @@ def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, tr
     return Topology(drafting, tuple(parents), tuple(levels))
 
 
+def default_branches(drafting: str, draft_length: int) -> int | list[int]:
+    """One chain, three paths, or a tree of three and then two children that goes on in single file: 28 nodes for 5."""
+    if drafting in ("chain", "paths"):
+        return 1 if drafting == "chain" else 3
+    return ([3, 2] + [1] * draft_length)[: max(draft_length, 0)]
+
+
 def _branching(drafting: str, draft_length: int, branches: int | list[int]) -> list[int]:
     if draft_length < 1:
         raise ValueError(

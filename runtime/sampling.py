@@ -47,7 +47,7 @@ def probabilities(logits: Tensor, sampling: Sampling = Sampling()) -> Tensor:  #
     logits = logits.float()
     if sampling.temperature == 0:
         top, index = logits.max(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(-1, index, torch.where(top.isfinite(), 1.0, torch.nan))
+        return torch.zeros_like(logits).scatter_(-1, index, 1) + torch.where(top.isfinite(), 0.0, torch.nan)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
