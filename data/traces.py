@@ -12,6 +12,7 @@ checks everything a damaged or foreign file could break: checksums, types, shape
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..verifier.head import FEATURES
+from .files import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -132,10 +134,19 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
     _check(shard.tensors(), path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    # No metadata: safetensors writes several entries in random order, and equal shards should have equal checksums.
-    save_file({name: tensor.contiguous() for name, tensor in shard.tensors().items()}, temporary)
-    entry = {"file": path.name, "sha256": sha256(temporary), "texts": shard.texts, "tokens": shard.tokens}
-    os.replace(temporary, path)
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    try:
+        # No metadata: safetensors writes several entries in random order, and equal shards should have equal checksums.
+        save_file({name: tensor.contiguous() for name, tensor in shard.tensors().items()}, temporary)
+        temporary.chmod(mode)  # safetensors makes files that only their owner can read
+        entry = {"file": path.name, "sha256": sha256(temporary), "texts": shard.texts, "tokens": shard.tokens}
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        full = f"os error {errno.ENOSPC}" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
     return entry
 
 
@@ -143,10 +154,7 @@ def write_manifest(folder: str | Path, manifest: dict, name: str = MANIFEST) -> 
     """Write FOLDER/NAME in one step; `format` is added. One of several processes has a manifest of its own."""
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{name}.part")
-    temporary.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2) + "\n")
-    os.replace(temporary, path)
-    return path
+    return write_whole(path, json.dumps({"format": FORMAT, **manifest}, indent=2) + "\n")
 
 
 def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANIFEST) -> dict:

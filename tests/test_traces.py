@@ -1,6 +1,7 @@
 """Traces on disk: a round trip, equal bytes, and a sentence for everything that can be wrong with a folder."""
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from diversed.data.lock import exclusive
 from diversed.data.traces import read_manifest, read_shard, read_shards, sha256, write_manifest, write_shard
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .support.traces import synthetic_shard, synthetic_traces
@@ -173,3 +175,19 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     with pytest.raises(NotADirectoryError, match="is a file, expected a folder"):
         with exclusive(tmp_path / "out"):
             pass
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+
+    monkeypatch.setattr("diversed.data.traces.save_file", full)
+    with pytest.raises(OSError) as caught:
+        write_shard(tmp_path, 0, synthetic_shard(4))
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename.endswith("shard-00000.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_can_be_read_by_those_who_can_read_the_manifest(tmp_path):
+    folder = synthetic_traces(tmp_path)
+    assert (folder / "shard-00000.safetensors").stat().st_mode == (folder / "manifest.json").stat().st_mode

@@ -1,5 +1,6 @@
 """`diversed train`: batches, the head that comes out, resuming, and the sentences for what cannot be trained on."""
 
+import errno
 import json
 import math
 import multiprocessing
@@ -190,16 +191,16 @@ def _die_at_step(count):
 
 def _die_in_checkpoint(number):
     """Half of a checkpoint's bytes are written when the process dies."""
-    original, seen = torch.save, []
+    original, seen = os.replace, []
 
-    def save(value, path, *args, **kwargs):
-        original(value, path, *args, **kwargs)
-        seen.append(1)
-        if len(seen) == number:
-            os.truncate(path, os.path.getsize(path) // 2)
+    def replace(source, path):
+        seen.append(str(path))
+        if sum(name.endswith("last.ckpt") for name in seen) == number and seen[-1].endswith("last.ckpt"):
+            os.truncate(source, os.path.getsize(source) // 2)
             _die()
+        original(source, path)
 
-    torch.save = save
+    os.replace = replace
 
 
 def _die_at(name):
@@ -243,6 +244,21 @@ def test_a_second_process_on_one_folder_is_refused(traces, tmp_path):
             train(traces=traces, out=str(tmp_path), **SETTINGS)
 
 
+def test_a_damaged_checkpoint_is_named_with_the_way_out(traces, tmp_path):
+    (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read .*; delete it to train from the start"):
+        train(traces=traces, out=str(tmp_path), **SETTINGS)
+
+
+def test_a_full_disk_is_an_os_error_that_the_command_line_explains(traces, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "last.ckpt")
+
+    monkeypatch.setattr(command, "write_whole", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(traces=traces, out=str(tmp_path), **SETTINGS)
+
+
 def test_a_head_on_hidden_states_refuses_traces_without_them(tmp_path):
     folder = synthetic_traces(tmp_path / "traces", prompts=2, samples=2, shards=1)
     with pytest.raises(ValueError, match="holds no hidden states, .* gather with --hidden true"):
@@ -277,6 +293,7 @@ def test_traces_of_two_pairs_are_refused(traces, tmp_path):
         (["--model.lr", "-1"], "`lr` must be a number of at least 0, got -1"),
         (["--data.validation", "1"], r"`validation` must be in \[0, 1\)"),
         (["--data.batch", "0"], "`batch` must be at least 1 text"),
+        (["--trainer.max_epochs", "-1"], "training needs an end for its schedule; set `trainer.max_epochs`"),
         (["--threads", "0"], "`threads` must be at least 1"),
         (["--seed_everything", "true"], "`seed_everything` must be a whole number"),
     ],

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import logging
-import os
 import sys
 import warnings
 from argparse import ArgumentError
@@ -30,8 +30,9 @@ from pytorch_lightning import LightningModule, Trainer, seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from ..data.files import write_whole
 from ..data.lock import exclusive
 from ..data.module import TraceModule
 from ..data.traces import sha256
@@ -213,6 +214,7 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
         _announce(data)
         checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if checkpoint:
+            _refuse_damaged(checkpoint)
             print(f"continuing from {checkpoint}")
         else:
             model.start_from(*data.sample_inputs())
@@ -256,6 +258,16 @@ def _refuse_other_settings(folder: Path, settings: dict) -> None:
             )
 
 
+def _refuse_damaged(checkpoint: Path) -> None:
+    try:
+        torch.load(checkpoint, weights_only=True, map_location="cpu")
+    except Exception as error:
+        # Damage shows as any of a dozen exceptions, from the archive, the pickle inside it or a tensor.
+        raise ValueError(
+            f"{checkpoint} cannot be read ({' '.join(str(error).split())[:100]}); delete it to train from the start"
+        ) from error
+
+
 def _announce(data: TraceModule) -> None:
     texts = data.texts
     tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
@@ -276,10 +288,8 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
             f"training in {folder} ended in numbers that are not finite; lower lr and choose another --out"
         )
     described = {name: getattr(head, name) for name in ("features", "draft_hidden", "target_hidden", "width")}
-    path = folder / "head.safetensors"
-    temporary = folder / ".head.safetensors.part"
-    save_file(dict(head.state_dict()), temporary, metadata={"head": json.dumps(described)})
-    os.replace(temporary, path)
+    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    path = write_whole(folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)}))
     _write_json(
         folder / "train.json",
         {
@@ -298,18 +308,16 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
 
 
 def _write_json(path: Path, values: dict) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 class _WholeFiles(TorchCheckpointIO):
     """Checkpoints appear whole: Lightning's own writer moves them from the system's temporary folder, which copies."""
 
     def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
-        temporary = f"{path}.part"
-        torch.save(checkpoint, temporary)
-        os.replace(temporary, path)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_whole(path, buffer.getvalue())
 
 
 class _EpochEnd(ModelCheckpoint):
@@ -335,12 +343,11 @@ class _EpochEnd(ModelCheckpoint):
 
 def _write_metrics(path: Path, history: list[dict]) -> None:
     """All epochs so far, also those before the run was continued; Lightning's CSVLogger would lose them."""
-    temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(history[0]), extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(history)
-    os.replace(temporary, path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(history[0]), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history)
+    write_whole(path, text.getvalue())
 
 
 def _line(row: dict, epochs: int | None) -> str:

@@ -104,7 +104,9 @@ class VerifierModule(LightningModule):
         self.history = checkpoint["history"]
 
     def configure_optimizers(self) -> dict:
-        total = int(self.trainer.estimated_stepping_batches)
+        total = self.trainer.estimated_stepping_batches
+        if not math.isfinite(total):
+            raise ValueError("training needs an end for its schedule; set `trainer.max_epochs` or `trainer.max_steps`")
         lr, weight_decay, warmup = (self.settings[name] for name in ("lr", "weight_decay", "warmup_steps"))
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, warmup))
