@@ -22,7 +22,7 @@ from ..verifier.head import FEATURES
 from .command import record, table
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
-TINY = (48, 128)  # of the packaged pair
+TINY = (192, 128)  # of the packaged pair
 
 
 def run(
@@ -64,7 +64,7 @@ def _storage() -> list[dict]:
 
 
 def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
-    """Bytes of a position with `hidden` hidden numbers and `stored` logits of each row; those of a text are left out."""
+    """Bytes of a position with `hidden` hidden numbers and `stored` logits of each row; a text adds 29 of its own."""
     size = {"F": len(FEATURES), "H": hidden, "K": stored}
     total = 0
     for name, (dtype, axes) in LAYOUT.items():
