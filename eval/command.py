@@ -28,6 +28,8 @@ from ..data.traces import sha256
 from ..runtime.decode import Engine, check_prompts
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
+from ..verifier.methods import method as find_method
+from ..verifier.relax import parse
 from .figure import frontier
 from .speed import PositionSums, read_results, score_positions, summarise
 
@@ -181,10 +183,15 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _cells(methods: list[str], relaxations: list[str], seeds: list[int]) -> list[Cell]:
-    """Every combination once, in the order given."""
+    """Every combination once, in the order given; what is wrong with them is said before any model is loaded."""
     for name, values in (("methods", methods), ("relaxations", relaxations), ("seeds", seeds)):
         if not values:
             raise ValueError(f"`{name}` is empty; name at least one")
+    for relaxation in relaxations:
+        parse(relaxation)
+    for method in methods:
+        if method != "plain":
+            find_method(method)
     if bad := [seed for seed in seeds if not 0 <= seed < 2**31]:
         raise ValueError(f"`seeds` must lie in 0..{2**31 - 1}, got {bad[0]}")
     cells = [

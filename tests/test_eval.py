@@ -243,6 +243,13 @@ def test_bad_or_changed_options_are_refused_in_a_sentence(finished, options, cha
     assert (finished / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("change", [{"methods": ["tokne"]}, {"relaxations": ["ensemble:2"]}])
+def test_a_wrong_name_is_refused_before_any_model_is_loaded(tmp_path, change):
+    with pytest.raises(ValueError, match="token|weight"):
+        evaluate(out=str(tmp_path / "eval"), target="no/such/target", **change)
+    assert not (tmp_path / "eval").exists()
+
+
 def test_results_that_are_no_results_are_refused_with_their_line(tmp_path):
     path = tmp_path / "results.jsonl"
     with pytest.raises(FileNotFoundError, match="`diversed eval` writes it"):
