@@ -1,0 +1,294 @@
+"""Make the embedded pair: a tokenizer, a target of six layers and a draft of one, trained on `sums` from fixed seeds.
+
+    python -m diversed.assets.make_pair --out assets/pair
+
+Each model reads fresh training problems in its own house style (`sums.STYLES`), with the loss on the answer alone.
+Everything measured goes to `numbers.json`; test problems come from frames and names that training never sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ..data.scores import exact_number
+from ..runtime.model import Model, Pair, load_pair
+from . import sums
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+SHAPES = {
+    "target": {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4},
+    "draft": {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4},
+}
+BATCH = 16  # problems a step
+WORDING = 0.2  # weight of a wording token in the loss, a working token has 1
+INITIAL = 0.05  # standard deviation of the first weights; with 0.02 six layers of 128 start far more slowly
+RATE = {"target": 2e-3, "draft": 3e-3}
+STEPS = {"target": 2000, "draft": 2400}
+SEEDS = {"target": 1, "draft": 2}
+STATIC = (0.1, 0.2, 0.3, 0.5)
+ROWS, LONGEST = 250, 100  # texts sampled at once, and tokens in the longest of them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and numbers.json")
+    parser.add_argument(
+        "--only", choices=("target", "draft", "numbers"), help="one stage; the others are read from --out"
+    )
+    parser.add_argument("--steps", type=int, help="steps of training, instead of the shipped pair's")
+    parser.add_argument("--test", type=int, default=1000, help="held-out test problems to measure on")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    for which in ("target", "draft"):
+        if options.only in (None, which):
+            model, record = train(which, tokenizer, options.steps or STEPS[which])
+            save(model, tokenizer, options.out / which, record)
+    if options.only in (None, "numbers"):
+        write_numbers(options.out, options.test)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words, single digits, syllables of names and the 256 bytes: any text is encodable and comes back."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = {piece: -1.0 for piece in _pieces(byte_level)}
+    vocab = [(token, 0.0) for token in SPECIAL]
+    vocab += [(char, pieces.pop(char, -10.0)) for char in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.Unigram(vocab + sorted(pieces.items()), unk_id=None))
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    pad, start, end = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=start,
+        eos_token=end,
+        padding_side="left",
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _pieces(byte_level: pre_tokenizers.ByteLevel) -> set[str]:
+    """What training text is made of, names cut into syllables and numbers into digits, in the byte alphabet."""
+    texts = [item["prompt"] + item["reference"] for item in sums.problems("train", 4000)]
+    texts += [" " + word for word in sums.vocabulary()]
+    chunks = {chunk for text in texts for chunk, _ in byte_level.pre_tokenize_str(text)}
+    known = set(sums.vocabulary())
+    words = {chunk for chunk in chunks if chunk.strip("Ġ") in known or not re.search(r"\w", chunk.strip("Ġ"))}
+    digits = {space + digit for space in ("", "Ġ") for digit in "0123456789"}
+    return words | digits | set(sums.HEADS) | {"Ġ" + head for head in sums.HEADS} | set(sums.TAILS)
+
+
+def train(which: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> tuple[LlamaForCausalLM, dict]:
+    """A model trained from SEEDS[which] on BATCH * steps fresh problems in its own style, and what was done."""
+    torch.manual_seed(SEEDS[which])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=INITIAL,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **SHAPES[which],
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE[which], betas=(0.9, 0.98), weight_decay=0.05)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, steps))
+    examples = encode(sums.problems("train", BATCH * steps, SEEDS[which], which), tokenizer)
+    working = sums.is_working(tokenizer)
+    start, recent = time.time(), []
+    for step in range(steps):
+        tokens, answer = batch(examples[step * BATCH : (step + 1) * BATCH], tokenizer.pad_token_id)
+        loss, working_loss = answer_loss(model, tokens, answer, working)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        recent.append(working_loss.item())
+        if (step + 1) % 100 == 0:
+            print(
+                f"{which} step {step + 1} working loss {sum(recent) / len(recent):.4f} {time.time() - start:.0f} s",
+                flush=True,
+            )
+            recent = []
+    record = {"seed": SEEDS[which], "steps": steps, "batch": BATCH, "peak_rate": RATE[which]}
+    return model.eval(), record | {"seconds": round(time.time() - start), "machine": platform.processor() or "CPU"}
+
+
+def _schedule(step: int, steps: int) -> float:
+    warm = min(1.0, (step + 1) / 100)
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def encode(items: list[dict], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], int]]:
+    """Each problem as (tokens of prompt + reference + end of text, length of the prompt in tokens)."""
+    prompts = tokenizer([item["prompt"] for item in items])["input_ids"]
+    answers = tokenizer([item["reference"] for item in items])["input_ids"]
+    return [
+        (prompt + answer + [tokenizer.eos_token_id], len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def batch(examples: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens [B, T] int64, right padded, and answer [B, T - 1] bool: where the next token belongs to the answer."""
+    length = max(len(tokens) for tokens, _ in examples)
+    tokens = torch.tensor([row + [pad] * (length - len(row)) for row, _ in examples])
+    answer = torch.zeros(tokens.shape[0], length - 1, dtype=torch.bool)
+    for place, (row, prompt) in enumerate(examples):
+        answer[place, prompt - 1 : len(row) - 1] = True
+    return tokens, answer
+
+
+def answer_loss(
+    model: LlamaForCausalLM, tokens: torch.Tensor, answer: torch.Tensor, working: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy in nats over the answers' tokens, wording weighted by WORDING, and its mean over working tokens.
+
+    Wording is drawn at random, so its gradient is mostly noise; a smaller weight leaves its best fit where it was.
+    Right padding needs no mask under causal attention.
+    """
+    hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+    truth = tokens[:, 1:][answer]
+    losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[answer]), truth, reduction="none")
+    weights = torch.where(working[truth], 1.0, WORDING)
+    return (losses * weights).sum() / weights.sum(), losses.detach()[working[truth]].mean()
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
+    """Weights as float16 (half the size; load them as float32 on a CPU), the tokenizer and the training record."""
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_numbers(out: Path, count: int) -> None:
+    """numbers.json: the saved pair measured on `count` held-out test problems, and how it was done."""
+    pair = load_pair(str(out / "target"), str(out / "draft"), dtype="float32")
+    items = sums.problems("test", count)
+    gate = sums.oracle(pair.tokenizer)
+    weights = {"target": 0.0, "draft": 1.0} | {f"static {share}": share for share in STATIC} | {"oracle": gate}
+    started, cases = time.time(), {}
+    for name, weight in weights.items():
+        cases[name] = measure(pair, items, weight, gate)
+        print(name, cases[name], f"{time.time() - started:.0f} s", flush=True)
+    numbers = {
+        "definitions": DEFINITIONS,
+        "problems": count,
+        "temperature": 1.0,
+        "cases": cases,
+        "pair": describe(pair, out),
+    }
+    numbers |= {"date": date.today().isoformat(), "versions": _versions(), "seconds": round(time.time() - started)}
+    (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+DEFINITIONS = {
+    "exact_match": "share of texts whose number after #### is the reference's, in percent (data.scores.exact_number)",
+    "step_acceptance": "mean over the positions of the case's own texts of 1 - TV(draft row, case row); the case "
+    "row is (1 - w) target + w draft",
+    "wording_share_of_tv": "share of the summed TV(target row, draft row) at positions the oracle gate calls wording",
+    "wording_share_of_positions": "share of positions the oracle gate calls wording",
+    "substitutions": "expected tokens a text that differ from the target's own: mean over texts of the sum of w TV",
+    "working_tv": "mean over texts of the sum of TV(target row, draft row) at working positions",
+    "tokens": "mean tokens a text, end of text included",
+}
+
+
+def measure(pair: Pair, items: list[dict], weight: float | Callable, gate: sums.OracleGate) -> dict:
+    """Texts sampled from the blend at temperature 1 and scored, as DEFINITIONS says. weight: the draft's share."""
+    generator = torch.Generator().manual_seed(0)
+    scores, parts = [], []
+    for start in range(0, len(items), ROWS):
+        chunk = items[start : start + ROWS]
+        texts, steps = sample(pair, [item["prompt"] for item in chunk], weight, gate, generator)
+        scores += [exact_number(text, item["reference"]) for text, item in zip(texts, chunk, strict=True)]
+        parts.append(steps)
+    alive, distance, share, wording = (torch.cat(part) for part in zip(*parts, strict=True))
+    total, texts = alive.sum(), len(items)
+    return {
+        "exact_match": round(100 * sum(scores) / texts, 2),
+        "step_acceptance": round((alive * (1 - (1 - share) * distance)).sum().item() / total.item(), 4),
+        "wording_share_of_tv": round(((distance * wording).sum() / distance.sum()).item(), 4),
+        "wording_share_of_positions": round((wording.sum() / total).item(), 4),
+        "substitutions": round((share * distance).sum().item() / texts, 3),
+        "working_tv": round((distance * (alive - wording)).sum().item() / texts, 3),
+        "tokens": round(total.item() / texts, 2),
+    }
+
+
+def sample(pair: Pair, prompts: list[str], weight: float | Callable, gate: sums.OracleGate, generator: torch.Generator):
+    """One text a prompt from (1 - w) target + w draft, and of every step four float numbers a text.
+
+    Returns texts, and (alive, TV(target, draft), w, wording), each flat over [steps * B] and 0 after the end of a text.
+    """
+    encoded = pair.tokenizer(prompts, padding=True, return_tensors="pt")
+    tokens, seen = encoded["input_ids"], encoded["attention_mask"].bool()
+    runs = [_Run(model, seen, LONGEST) for model in (pair.target, pair.draft)]
+    alive, chosen, steps = torch.ones(len(prompts), dtype=torch.bool), [], []
+    while alive.any() and len(chosen) < LONGEST:
+        target, draft = (run.advance(tokens) for run in runs)
+        distance = 0.5 * (target - draft).abs().sum(-1)
+        share = weight(draft, target) if callable(weight) else torch.full_like(distance, weight)
+        steps.append(torch.stack([torch.ones_like(distance), distance, share, gate(draft, target)]) * alive)
+        row = torch.lerp(target, draft, share.unsqueeze(-1))
+        drawn = torch.multinomial(row, 1, generator=generator)
+        tokens = torch.where(alive.unsqueeze(1), drawn, pair.tokenizer.pad_token_id)
+        chosen.append(tokens)
+        alive = alive & (tokens.squeeze(1) != pair.tokenizer.eos_token_id)
+    texts = pair.tokenizer.batch_decode(torch.cat(chosen, 1), skip_special_tokens=True)
+    return texts, [part.flatten() for part in torch.stack(steps, 1)]
+
+
+class _Run:
+    """A model going through left-padded texts. seen: [B, T] bool, False on padding; it grows by each call's tokens."""
+
+    def __init__(self, model: Model, seen: torch.Tensor, longest: int):
+        self.model, self.seen, self.start = model, seen, 0
+        self.cache = model.cache(seen.shape[1] + longest)
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [B, Q] int64, the next of each text -> [B, V] probabilities of the token after the last."""
+        count = tokens.shape[1]
+        if self.start:
+            self.seen = torch.nn.functional.pad(self.seen, (0, count), value=True)
+        positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, self.start :]
+        causal = torch.ones(count, self.start + count, dtype=torch.bool).tril(self.start)
+        visible = causal & self.seen.unsqueeze(1)
+        logits = self.model(tokens, positions, visible, self.cache, self.start, last_only=True).logits[:, -1]
+        self.start += count
+        return logits.float().softmax(-1)
+
+
+def describe(pair: Pair, out: Path) -> dict:
+    """What the two models are and how each was trained."""
+    sizes = {name: sum(weight.numel() for weight in getattr(pair, name).module.parameters()) for name in SHAPES}
+    records = {name: json.loads((out / name / "training.json").read_text()) for name in SHAPES}
+    models_ = {name: {"shape": SHAPES[name], "parameters": sizes[name], "training": records[name]} for name in SHAPES}
+    size = sum(path.stat().st_size for name in SHAPES for path in (out / name).iterdir())
+    return models_ | {"vocabulary": pair.vocab, "bytes": size, "skew": sums.SKEW}
+
+
+def _versions() -> dict:
+    machine = {"python": platform.python_version(), "machine": f"{platform.machine()}, one thread"}
+    return machine | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)}
+
+
+if __name__ == "__main__":
+    main()
