@@ -1,0 +1,169 @@
+"""Plausible mistakes, each made in a copy of the verifier: a law must catch every one of them.
+
+Most are mistakes of public code or traps the papers warn of. A change of the source that moves one of these places
+must move it here too: the edit looks for its text and fails when it is gone.
+"""
+
+import pytest
+
+from .support.mutants import first_broken_law, forget, verifier_with
+
+MISTAKES = {
+    "block verification emits the token-level residual": [
+        ("plans", "    residual = target * mass.unsqueeze(-1)\n", "    residual = target.clone()\n"),
+    ],
+    "the first failure ends the path instead of the last success": [
+        ("compose", "            silent[:, family.nodes] *= quiet\n", ""),
+        (
+            "compose",
+            "            mass = before[:, family.nodes].unsqueeze(-1) * earlier\n",
+            "            mass = before[:, family.nodes].unsqueeze(-1) * _take(fire, family.children, family)\n",
+        ),
+        ("compose", "(before * fire * after)", "(before * after)"),
+    ],
+    "parents fire before their children": [
+        (
+            "compose",
+            "            mass = before[:, family.nodes].unsqueeze(-1) * earlier\n",
+            "            mass = (before * (1 - fire))[:, family.nodes].unsqueeze(-1) * earlier\n",
+        ),
+        ("compose", "(before * fire * after)", "(before * fire)"),
+    ],
+    "a child's mass is not divided by what its elder siblings left": [
+        ("compose", "torch.where(later > 0, share.accept / later, 0)", "share.accept"),
+    ],
+    "the sampled child is visited first": [
+        ("compose", "share.accept.flip(-1).cumsum(-1).flip(-1)", "share.accept.cumsum(-1)"),
+    ],
+    "the draft's row does not shrink after a sibling": [
+        (
+            "plans",
+            "return _recursive(target, draft, mass, tokens, shrink=True)",
+            "return with_replacement(target, draft, mass, tokens)",
+        ),
+    ],
+    "the shrunken row is not renormalised": [
+        ("plans", "left + (proposal * firsts).sum(-1)", "torch.ones_like(mass)"),
+    ],
+    "a duplicate is taken for a second draw without replacement": [
+        ("plans", "proposal = torch.where(tokens == token, torch.zeros_like(proposal), proposal)", "pass"),
+    ],
+    "null is not renormalised with the residual": [
+        ("plans", "alpha, null = _ratio(alpha, size), _ratio(null, size)", "alpha = _ratio(alpha, size)"),
+    ],
+    "the residual's mass forgets the children": [
+        ("plans", "total = residual.sum(-1) + (wanted * firsts).sum(-1)", "total = residual.sum(-1)"),
+    ],
+    "the greedy plan compares with the whole draft row": [
+        ("plans", "    _clear(residual, fixed)\n", ""),
+    ],
+    "the rest of the draft is taken as one minus the fixed children": [
+        ("plans", "    left = residual.sum(-1)\n", "    left = 1 - _at(draft, fixed).sum(-1)\n"),
+    ],
+    "a pruned sampled child is treated as never sampled": [
+        (
+            "compose",
+            "where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where])",
+            "where.unsqueeze(0), where.unsqueeze(0), _kept(tree)[:, where])\n\n\n"
+            "def _kept(tree):\n"
+            "    return tree.tokens if tree.pruned is None else tree.tokens.masked_fill(tree.pruned, -1)",
+        ),
+    ],
+    "a pruned child's mass is lost": [
+        ("compose", "    rest.scatter_add_(-1, family.tokens.clamp(min=0), moved)\n", ""),
+    ],
+    "K-SEQ accepts at rho = 1": [
+        (
+            "plans",
+            "low, high = torch.ones_like(mass), count.clamp(min=1)",
+            "low, high = torch.ones_like(mass), torch.ones_like(mass)",
+        ),
+    ],
+    "K-SEQ counts the children a node has room for": [
+        ("plans", "count = (tokens >= 0).sum(-1).to(draft.dtype)", "count = torch.full_like(mass, tokens.shape[-1])"),
+    ],
+    "the trunk's child is duplicated once a path": [
+        ("compose", "_family(tree, [node], ((child,),)) for", "_family(tree, [node], ((child,) * len(paths),)) for"),
+    ],
+    "prefixes are compared by their last token alone": [
+        ("compose", "tokens.unsqueeze(2)).cumprod(-1)", "tokens.unsqueeze(2)).long()"),
+    ],
+    "GBV breaks ratio ties by the order of the paths": [
+        (
+            "multipath",
+            "token = torch.where(best, tokens, -2).amax(-1, keepdim=True)",
+            "token = tokens.gather(1, best.long().argmax(-1, True))",
+        ),
+    ],
+    "GBV clamps the ratio when it selects": [
+        (
+            "multipath",
+            "ratio = ratios(tree.target[rows], tree.draft[rows])",
+            "ratio = ratios(tree.target[rows], tree.draft[rows]).clamp(max=1)",
+        ),
+    ],
+    "GBV verifies with the draft's row instead of the selected path's": [
+        (
+            "multipath",
+            "draft = torch.cat([draft[:, :branch], below], 1)",
+            "draft = torch.cat([draft[:, :branch], draft[:, branch:]], 1)",
+        ),
+    ],
+    "GBV starts theta anew at every level": [
+        ("multipath", "theta = torch.where(v > 0, u / v, 0)", "theta = torch.zeros_like(theta)"),
+    ],
+    "GBV treats the trunk as if K paths had been drawn there": [
+        ("multipath", "branch = len(trunk) - 1", "branch = 0"),
+    ],
+    "GBV ranks by descending ratio but selects the largest": [
+        (
+            "multipath",
+            "argsort(dim=-1, stable=True)\n    ranked = draft[:, :-1]",
+            "argsort(dim=-1, stable=True, descending=True)\n    ranked = draft[:, :-1]",
+        ),
+    ],
+    "a leaf is relaxed though its draft was not run": [
+        ("relax", "drafted = tree.draft.amax(-1) > 0", "drafted = torch.ones_like(tree.tokens, dtype=torch.bool)"),
+    ],
+    "a node takes the weight of its neighbour": [
+        (
+            "relax",
+            "share = _constant(rule, tree) if weight is None else weight",
+            "share = _constant(rule, tree) if weight is None else weight.roll(1, 1)",
+        ),
+    ],
+    "the weight is the target's share": [
+        (
+            "relax",
+            "torch.lerp(tree.target, tree.draft, share.unsqueeze(-1))",
+            "torch.lerp(tree.draft, tree.target, share.unsqueeze(-1))",
+        ),
+    ],
+    "the lenient rule keeps what plain verification keeps": [
+        ("relax", "kept = torch.minimum(draft, target / leniency)", "kept = torch.minimum(draft, target)"),
+    ],
+    "the budget is charged once a block": [
+        ("relax", "wanted = used[:, above] + cost[:, nodes]", "wanted = start.unsqueeze(-1) + cost[:, nodes]"),
+    ],
+    "the budget forgets what earlier blocks spent": [
+        (
+            "relax",
+            "start = torch.zeros_like(cost[:, 0]) if spent is None else spent.to(cost)",
+            "start = torch.zeros_like(cost[:, 0])",
+        ),
+    ],
+}
+
+
+def test_the_verifier_without_a_mistake_keeps_every_law(tmp_path):
+    assert first_broken_law(verifier_with([], tmp_path, "no_mistake")) is None
+    forget("no_mistake")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_breaks_a_law(mistake, tmp_path):
+    name = f"mutant_{list(MISTAKES).index(mistake)}"
+    try:
+        assert first_broken_law(verifier_with(MISTAKES[mistake], tmp_path, name)) is not None
+    finally:
+        forget(name)
