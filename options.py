@@ -72,6 +72,8 @@ def take_config(args: list[str]) -> tuple[list[str], Any]:
     for word in words:
         if word == "--config":
             word = f"--config={next(words, '')}"
+        if word == "--config=":
+            raise ValueError("`--config` needs a value, the name or the path of a settings file")
         if word.startswith("--config="):
             file = settings.find(word.removeprefix("--config="))
         else:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .cli import COMMANDS
 
+FEW = 16
 FOLDER = Path(__file__).parent / "configs"
 SHARED = (
     "target", "draft", "dtype", "device", "trust_remote_code", "task", "data", "sampling", "draft_length",
@@ -100,7 +101,7 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them."""
+    """The end of a sentence about an unknown name: the nearest known one, or all of them where they are few."""
     names = sorted(names)
     group = name.rpartition(".")[0]
     siblings = {other.removeprefix(group): other for other in names if group and other.startswith(f"{group}.")}
@@ -108,6 +109,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     close = get_close_matches(name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean `{known[close[0]]}`?"
+    if len(names) > FEW:
+        return "; --help lists them all"
     return f"; it is one of {', '.join(names)}" if names else ""
 
 
