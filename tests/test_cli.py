@@ -1,6 +1,7 @@
 """The command line: what is lazy, what a settings file may say, and every sentence that bad input is answered with."""
 
 import errno
+import importlib
 import json
 import subprocess
 import sys
@@ -261,6 +262,15 @@ def test_a_typo_in_another_section_is_found_too(refused, tmp_path):
     assert "`draft_lenght` in section `export` of mine.yaml" in refused("gather", "--config", path)
 
 
+def test_far_from_any_of_many_names_points_at_the_help():
+    assert settings.nearest("x", map(str, range(99))) == "; --help lists them all"
+    assert settings.nearest("x", ["token", "block"]) == "; it is one of block, token"
+
+
+def test_config_needs_a_value(refused):
+    assert "`--config` needs a value" in refused("gather", "--config")
+
+
 def test_an_unknown_configuration_is_answered_with_the_nearest(refused):
     assert refused("gather", "--config", "quikstart") == (
         "diversed gather: `--config` quikstart is neither a file nor a packaged configuration; "
@@ -353,7 +363,9 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
     )
 
 
-def test_bench_prints_a_table_and_keeps_it(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A benchmark called `probe`."""
     from diversed.benchmarks import command as benchmarks
 
     def run(*, batch: int = 1):
@@ -363,23 +375,35 @@ def test_bench_prints_a_table_and_keeps_it(monkeypatch, tmp_path, capsys):
     module.run = run
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(benchmarks, "names", lambda: ["probe"])
+    return run
+
+
+def test_bench_prints_a_table_and_keeps_it(benchmark, tmp_path, capsys):
     assert cli.main(["bench", "probe", "--batch", "4", "--json", str(tmp_path / "a.json")]) == 0
     assert "block  8      ms    1 to 3    1.50x token" in capsys.readouterr().out
     document = json.loads((tmp_path / "a.json").read_text())
-    assert set(document) == {"machine", "versions", "date", "rows"} and document["rows"] == run(batch=4)
+    assert set(document) == {"machine", "versions", "date", "rows"} and document["rows"] == benchmark(batch=4)
     assert document["versions"]["diversed"] and document["machine"]["processor"]
 
 
 @pytest.mark.parametrize(
     "args, sentence",
     [
-        (["verify_gpu"], "`verify_gpu` is not a benchmark; did you mean `verify_cpu`?"),
-        (["verify_cpu", "--json", "no/such/a.json"], "`--json` no/such/a.json: its folder does not exist"),
-        (["verify_cpu", "--repeat", "2"], "did you mean `--repeats`?"),
+        (["prob"], "`prob` is not a benchmark; did you mean `probe`?"),
+        (["probe", "--json", "no/such/a.json"], "`--json` no/such/a.json: its folder does not exist"),
+        (["probe", "--bach", "2"], "`--bach` is not an option of `diversed bench probe`; did you mean `--batch`?"),
     ],
 )
-def test_bench_refuses_what_it_does_not_know(refused, args, sentence):
-    assert sentence in refused("bench", *args)
+def test_bench_refuses_what_it_does_not_know(refused, benchmark, args, sentence):
+    assert refused("bench", *args) == f"diversed bench: {sentence}"
+
+
+def test_every_benchmark_has_typed_options():
+    from diversed.benchmarks import command as benchmarks
+
+    for name in benchmarks.names():
+        run = importlib.import_module(f"diversed.benchmarks.{name}").run
+        options.make_parser({"": run}, f"bench {name}")
 
 
 def test_a_type_is_described_in_words():
