@@ -9,7 +9,7 @@ from diversed.verifier.methods import METHODS
 from diversed.verifier.relax import parse
 from scipy.stats import chi2
 
-from .support.models import module, rows_after, text_law, tiny_pair, tokenizer
+from .support.models import module, relaxed_law, tiny_pair, tokenizer
 
 PROMPTS = [[2, 3, 4], [5], [6, 2, 3, 4, 5, 2], [3, 3]]
 GREEDY = Sampling(temperature=0)
@@ -59,7 +59,7 @@ def test_sampled_texts_follow_the_relaxed_law(method, relaxation):
     chance once in about 2,000 runs with new seeds, and the seeds are fixed; 20,000 texts find a total variation of .02.
     """
     pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
-    law = relaxed_law(pair, prompt, relaxation)
+    law = relaxed_law(pair, prompt, relaxation, LENGTH)
     count = TEXTS if relaxation == "none" else TEXTS // 10
     texts = decode(
         pair, [prompt] * count, method=method, relaxation=relaxation, draft_length=2, relax_leaf=True, batch=2000,
@@ -71,21 +71,7 @@ def test_sampled_texts_follow_the_relaxed_law(method, relaxation):
 def test_the_chi_squared_test_would_see_a_wrong_law():
     pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
     texts = decode(pair, [prompt] * 4000, relaxation="ensemble:0.4", draft_length=2, batch=2000, max_new_tokens=LENGTH)
-    assert chi_squared(texts, relaxed_law(pair, prompt, "none")) < 1e-5
-
-
-def relaxed_law(pair, prompt, relaxation):
-    from diversed.verifier.law import DraftTree
-    from diversed.verifier.relax import relax
-
-    target = rows_after(pair.target, prompt, LENGTH, VOCAB)
-    draft = rows_after(pair.draft, prompt, LENGTH, VOCAB)
-    rows = {
-        text: relax(DraftTree(torch.zeros(1, 1, dtype=torch.long), (-1,), draft[text][None, None], row[None, None]),
-                    parse(relaxation)).target[0, 0]
-        for text, row in target.items()
-    }  # fmt: skip
-    return text_law(rows, LENGTH, VOCAB)
+    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) < 1e-5
 
 
 def chi_squared(texts, law) -> float:

@@ -8,6 +8,8 @@ from itertools import product
 import torch
 from diversed.runtime.model import Pair, make_pair
 from diversed.runtime.sampling import Sampling, probabilities
+from diversed.verifier.law import DraftTree
+from diversed.verifier.relax import relax
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -58,3 +60,13 @@ def text_law(rows: dict, length: int, vocab: int) -> Tensor:
             probability = probability * rows[text[:i]][token]
         law.append(probability)
     return torch.stack(law)
+
+
+def relaxed_law(pair: Pair, prompt: list[int], relaxation: str, length: int) -> Tensor:
+    """[V ** length] law of the texts where every row is the relaxed one."""
+    draft = rows_after(pair.draft, prompt, length, pair.vocab)
+    rows = {}
+    for text, target in rows_after(pair.target, prompt, length, pair.vocab).items():
+        tree = DraftTree(torch.zeros(1, 1, dtype=torch.long), (-1,), draft[text][None, None], target[None, None])
+        rows[text] = relax(tree, relaxation).target[0, 0]
+    return text_law(rows, length, pair.vocab)

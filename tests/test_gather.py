@@ -1,0 +1,199 @@
+"""Gathering: the law of the texts, the scalars, the bytes after a kill, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from diversed.data.gather import as_shard, bytes_per_token, gather, worker
+from diversed.data.tasks import DataOptions
+from diversed.data.traces import read_manifest, read_shards, sha256
+from diversed.runtime.gate import Gate
+from diversed.runtime.sampler import Sampler, couple
+from diversed.runtime.sampling import Sampling
+from diversed.verifier.head import logit_features
+from diversed.verifier.relax import parse
+
+from .support.models import module, tiny_pair, tokenizer
+
+VOCAB, LENGTH = 4, 3
+
+
+def sampler(pair, relaxation, gate=None, length=LENGTH, **options):
+    return Sampler(pair, parse(relaxation), gate, Sampling(), length, **options)
+
+
+def test_the_maximal_coupling_has_the_relaxed_law_and_replaces_as_rarely_as_possible():
+    target, relaxed = torch.rand(2, 5, generator=torch.Generator().manual_seed(0)).softmax(-1).double()
+    grid = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
+    coins = torch.cartesian_prod(grid, grid, grid)
+    tokens, replaced = couple(target.expand(len(coins), -1), relaxed.expand(len(coins), -1), coins)
+    # a grid of 60 misses at most one cell at each of the few edges of a one-dimensional CDF
+    torch.testing.assert_close(torch.bincount(tokens, minlength=5) / len(coins), relaxed.float(), atol=0.04, rtol=0)
+    tv = 0.5 * (target - relaxed).abs().sum()
+    assert replaced.double().mean() == pytest.approx(float(tv), abs=0.02)
+
+
+@pytest.mark.parametrize("relaxation", ["ensemble:0.5", "typical:0.2,0.5", "none"])
+def test_sampled_texts_follow_the_relaxed_law(relaxation):
+    """20,000 texts of three tokens: the largest deviation of 64 binomial frequencies stays below 5 of their s.d."""
+    pair, prompt, count = tiny_pair(VOCAB, end=False), [2, 3], 20_000
+    texts = sampler(pair, relaxation).run({0: prompt}, count, lambda prompt, sample: sample)
+    base = torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
+    digits = torch.tensor([text.tokens for text in texts]) @ base
+    observed = torch.bincount(digits, minlength=VOCAB**LENGTH) / count
+    law = relaxed_law(pair, prompt, relaxation, LENGTH)
+    assert ((observed - law).abs() <= 5 * (law * (1 - law) / count).sqrt() + 1 / count).all()
+    replaced = torch.cat([text.columns["substituted"] for text in texts])
+    assert replaced.any() == (relaxation != "none")
+
+
+def test_a_trace_holds_the_numbers_of_both_models_at_its_own_contexts():
+    pair, prompts = tiny_pair(7), {0: [2, 3], 1: [4, 5, 6, 2], 2: [3]}
+    gate = Gate(lambda draft, target, hidden: draft.amax(-1) * target.amax(-1))
+    texts = sampler(pair, "learned", gate, length=12, hidden=True, store_logits=3).run(
+        prompts, 2, lambda p, s: 10 * p + s
+    )
+    for i, text in enumerate(texts):
+        prompt = prompts[i // 2]
+        tokens = torch.tensor([prompt + text.tokens])
+        with torch.no_grad():
+            outs = [model.module(tokens, output_hidden_states=True) for model in (pair.target, pair.draft)]
+        rows = [out.logits[0, len(prompt) - 1 : -1].softmax(-1) for out in outs]
+        hidden = torch.cat([out.hidden_states[-1][0, len(prompt) - 1 : -1] for out in (outs[1], outs[0])], -1)
+        at = torch.tensor(text.tokens)[:, None]
+        expected = {
+            "target_prob": rows[0].gather(1, at)[:, 0],
+            "draft_prob": rows[1].gather(1, at)[:, 0],
+            "tv": 0.5 * (rows[0] - rows[1]).abs().sum(-1),
+            "weight": rows[0].amax(-1) * rows[1].amax(-1),
+            "features": logit_features(rows[1], rows[0]),
+            "target_rest": 1 - rows[0].topk(3).values.sum(-1),
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(text.columns[name], value, atol=1e-5, rtol=1e-4, msg=name)
+        # stored as float16: three decimal digits
+        torch.testing.assert_close(text.columns["hidden"].float(), hidden, atol=2e-3, rtol=2e-3)
+        assert text.columns["target_top_index"].tolist() == rows[0].topk(3).indices.tolist()
+        assert text.finished == (text.tokens[-1] == 1)
+
+
+def test_texts_do_not_depend_on_the_batch_they_are_sampled_in():
+    pair, prompts = tiny_pair(7), {0: [2, 3], 1: [4, 5, 6, 2], 2: [3]}
+    together = sampler(pair, "ensemble:0.5", length=20).run(prompts, 3, lambda p, s: 10 * p + s)
+    alone = [
+        sampler(pair, "ensemble:0.5", length=20).run({p: tokens}, 3, lambda p, s: 10 * p + s)[s]
+        for p, tokens in prompts.items()
+        for s in range(3)
+    ]
+    assert [t.tokens for t in together] == [t.tokens for t in alone]
+
+
+def test_bytes_per_token_are_those_of_the_file(tmp_path):
+    texts = sampler(tiny_pair(7), "ensemble:0.5", length=20, hidden=True, store_logits=3).run(
+        {0: [2, 3]}, 50, lambda p, s: s
+    )
+    shard = as_shard(texts, [0] * 50, list(range(50)), [0.0] * 50)
+    per_text = 8 + 8 + 4 + 1 + 8  # prompt, sample, reward, finished, start
+    stored = sum(t.numel() * t.element_size() for t in shard.tensors().values())
+    assert stored == shard.tokens * bytes_per_token(32, 3) + 50 * per_text + 8
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A saved tiny pair, a JSONL of prompts, and the options that gather four shards from them."""
+    folder = tmp_path_factory.mktemp("gather")
+    for name, seed in (("target", 0), ("draft", 1)):
+        module(seed, 7, 2 - seed).save_pretrained(folder / name)
+        tokenizer(7).save_pretrained(folder / name)
+    lines = [f'{{"question": "w2 w{2 + i % 5} w{2 + i // 5}", "answer": "w3 w4"}}' for i in range(25)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    data = DataOptions(
+        path=str(folder / "data.jsonl"), whole=True, prompt_field="question", reference_field="answer", score="rouge1"
+    )
+    options = {
+        "target": str(folder / "target"), "draft": str(folder / "draft"), "task": "jsonl", "data": data, "prompts": 20,
+        "samples": 3, "unit": 5, "max_new_tokens": 12,
+    }  # fmt: skip
+    return folder, options
+
+
+def test_gathering_in_two_processes_gives_the_manifest_of_one(workplace):
+    folder, options = workplace
+    gather(out=str(folder / "one"), **options)
+    for index in (1, 0):
+        gather(out=str(folder / "two"), **options, num_shards=2, shard_index=index)
+    assert sha256(folder / "one/manifest.json") == sha256(folder / "two/manifest.json")
+    manifest = read_manifest(folder / "two")
+    assert len(manifest["shards"]) == 4 and sum(entry["texts"] for entry in manifest["shards"]) == 60
+    rewards = torch.cat([shard.reward for shard in read_shards(folder / "two")])
+    assert 0 < rewards.mean() < 1
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(workplace):
+    folder, options = workplace
+    gather(out=str(folder / "whole"), **options)
+    data = options["data"]
+    code = (
+        "from diversed.data.gather import gather; from diversed.data.tasks import DataOptions; "
+        f"gather(out={str(folder / 'killed')!r}, **{ {**options, 'data': None}!r} | {{'data': {data!r}}})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "killed" / "shard-00001.safetensors").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    gather(out=str(folder / "killed"), **options)
+    assert sha256(folder / "whole/manifest.json") == sha256(folder / "killed/manifest.json")
+
+
+def test_a_damaged_shard_is_named_and_gathered_anew(workplace, capsys):
+    folder, options = workplace
+    gather(out=str(folder / "bad"), **options)
+    before = sha256(folder / "bad/manifest.json")
+    shard = folder / "bad/shard-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    capsys.readouterr()
+    gather(out=str(folder / "bad"), **options)
+    assert "shard-00002.safetensors is damaged" in capsys.readouterr().out
+    assert sha256(folder / "bad/manifest.json") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 5}, "was gathered with seed 0, now it is 5; choose another --out"),
+        ({"relaxation": "ensemble:0.7"}, "was gathered with relaxation 'ensemble:0.3'"),
+        ({"out": "other", "relaxation": "ensemble:1.7"}, r"\[0, 1\]"),
+        ({"out": "other", "samples": 0}, "`samples` must be at least 1"),
+        ({"out": "other", "max_new_tokens": 200}, "leaves no room for a prompt in a context of 128"),
+        ({"out": "other", "max_prompt_tokens": 2}, "data.jsonl"),
+        ({"out": "other", "task": "gsm8"}, "gsm8k"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(workplace, change, sentence):
+    folder, options = workplace
+    gather(out=str(folder / "settled"), **options)
+    change = {**change, "out": str(folder / change.get("out", "settled"))}
+    with pytest.raises((ValueError, OSError), match=sentence) as refused:
+        gather(**{**options, **change})
+    assert "\n" not in str(refused.value)
+
+
+def test_the_share_of_work_comes_from_the_launchers_environment(monkeypatch):
+    assert worker(None, None) == (1, 0)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert worker(None, None) == (4, 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert worker(None, None) == (2, 1) and worker(3, 0) == (3, 0)
+    with pytest.raises(ValueError, match="`shard_index` must lie in 0..1"):
+        worker(2, 2)
