@@ -172,6 +172,11 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(fin
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_a_run_without_a_finished_epoch_may_be_started_otherwise(traces, tmp_path):
+    (tmp_path / "settings.json").write_text('{"lr": 1.0}')
+    assert (train(traces=traces, out=str(tmp_path), **SETTINGS) / "train.json").is_file()
+
+
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
 

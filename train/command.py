@@ -208,10 +208,10 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
         if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
             print(f"{folder} is already trained; choose another --out to train again")
             return folder
+        data.setup()
         if first:
             _write_json(folder / "settings.json", settings)
-        data.setup()
-        _announce(data)
+            _announce(data)
         checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if checkpoint:
             _refuse_damaged(checkpoint)
@@ -245,9 +245,9 @@ def _traces_sha256(data: TraceModule) -> str:
 
 
 def _refuse_other_settings(folder: Path, settings: dict) -> None:
-    """A run is continued as it was started."""
+    """A run is continued as it was started; one that did not finish an epoch may be started otherwise."""
     path = folder / "settings.json"
-    if not path.is_file():
+    if not path.is_file() or not any((folder / name).is_file() for name in (CHECKPOINT, "train.json")):
         return
     before = json.loads(path.read_text())
     for name, value in settings.items():
