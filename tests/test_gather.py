@@ -17,7 +17,7 @@ from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import logit_features
 from diversed.verifier.relax import parse
 
-from .support.models import module, tiny_pair, tokenizer
+from .support.models import module, relaxed_law, tiny_pair, tokenizer
 
 VOCAB, LENGTH = 4, 3
 
