@@ -136,7 +136,7 @@ def _joined(families: list[Family]) -> Family:
     if len(families) == 1:
         return families[0]
     nodes = [node for family in families for node in family.ids]
-    size = max(len(family.children) for family in families)
+    size = len(families[0].tokens)
     children = torch.cat([family.children.expand(size, -1, -1) for family in families], 1)
     homes = torch.cat([family.homes.expand(size, -1, -1) for family in families], 1)
     return Family(nodes, _span(nodes), children, homes, torch.cat([family.tokens for family in families], 1))
