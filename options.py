@@ -6,6 +6,7 @@ Built on jsonargparse. Added here: a flag needs no `true` (`--hidden`), a list n
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from argparse import ArgumentError
@@ -43,8 +44,11 @@ def make_parser(functions: dict[str, Callable], name: str, skip: Mapping[str, se
     skip: for a key, the options to leave out.
     """
     whole = functions.get("")
-    doc = (whole.__doc__ or "").strip().split("\n\n")[0] if whole else None
-    parser = ArgumentParser(prog=f"diversed {name}", description=doc, exit_on_error=False, allow_abbrev=False)
+    doc = inspect.cleandoc(whole.__doc__ or "").split("\n\nArgs:")[0] if whole else None
+    usage = f"diversed {name} [--config NAME_OR_PATH] [--option value ...]"
+    parser = ArgumentParser(
+        prog=f"diversed {name}", usage=usage, description=doc, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="A settings file, or the name of a packaged one.")
     for key, function in functions.items():
         parser.add_function_arguments(function, key or None, as_group=bool(key), skip=set(skip.get(key, ())))
