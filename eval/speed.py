@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def _chunk(
     v = relax(chain, rule, weight, spent=spent.to(device)).target
     bias = _total_variation(p, v)
     if weight is None:
-        weight = torch.full_like(bias, _constant_weight(rule))
+        weight = torch.full_like(bias, torch.nan if rule.constant is None else rule.constant)
     if rule.budget is not None:
         weight = torch.where((bias == 0) & (_total_variation(p, q) > 0), 0, weight)
     likelihood = p.gather(-1, following.unsqueeze(-1)).squeeze(-1).clamp_min(1e-30).log()
@@ -123,13 +123,6 @@ def _chunk(
 
 def _is_blend(rule: Relaxation) -> bool:
     return rule.name in ("none", "ensemble", "learned")
-
-
-def _constant_weight(rule: Relaxation) -> float:
-    """The draft's share under a blend without a gate: what it moves from one certain token to another."""
-    target, draft = torch.eye(2).view(2, 1, 1, 2)
-    tree = DraftTree(torch.zeros(1, 1, dtype=torch.int64), (-1,), draft, target)
-    return float(relax(tree, replace(rule, budget=None)).target[0, 0, 1])
 
 
 def _passes(

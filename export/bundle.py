@@ -54,7 +54,7 @@ def load_bundle(
     any_pair: accept models it was not trained for, with a warning; only heads with features="logits" can be moved.
     """
     folder = Path(folder)
-    card = _read_card(folder)
+    card = read_card(folder)
     head = _read_head(folder, card)
     _replay(folder, head)
     misfits = "; ".join(filter(None, (_misfit(card, "target", target), _misfit(card, "draft", draft))))
@@ -110,7 +110,7 @@ def _write_card(folder: Path, card: dict[str, Any]) -> None:
         os.replace(temporary, folder / name)
 
 
-def _read_card(folder: Path) -> dict[str, Any]:
+def read_card(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(f"bundle {folder} is not a folder; `diversed export` writes one")
     if missing := [name for name in FILES[:3] if not (folder / name).is_file()]:

@@ -73,7 +73,7 @@ class Batch:
         verdict = draw(engine.law(relaxed), coins[:, -2:])
         path = engine.path.to(self.device)[verdict.node]
         cost = substitutions(tree, relaxed).gather(1, path)
-        share = self._share(draft, weight).gather(1, path)
+        share = self._share(tree, relaxed, weight).gather(1, path)
         emitted = self._record(done, tree, verdict, path, cost, share)
         self._commit(tokens, verdict, path)
         return emitted
@@ -157,13 +157,14 @@ class Batch:
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
 
-    def _share(self, draft: Tensor, weight: Tensor | None) -> Tensor:
-        """[B, N] the draft's share at each node, nan where the draft was not run."""
+    def _share(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None) -> Tensor:
+        """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend."""
         if weight is None:
-            relaxation = self.engine.relaxation
-            constant = relaxation.parameters[0] if relaxation.name == "ensemble" else 0.0
-            weight = torch.full(draft.shape[:2], float(constant), device=self.device)
-        return torch.where(draft.sum(-1) > 0, weight.float(), torch.nan)
+            constant = self.engine.relaxation.constant
+            weight = torch.full_like(tree.target[..., 0], torch.nan if constant is None else constant)
+        if self.engine.relaxation.budget is not None:
+            weight = torch.where(substitutions(tree, relaxed) > 0, weight, 0)
+        return torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
 
     def _record(self, done, tree, verdict, path, cost, share) -> list[list[int]]:
         """Add every active row's block to its completion; the one place where the device is read."""

@@ -154,8 +154,8 @@ class Sampler:
         """[B] the draft's share; nan where the relaxation is not a blend."""
         if self.gate:
             return self.gate(draft, target, hidden).float()
-        constant = {"none": 0.0, "ensemble": (self.relaxation.parameters or (0.0,))[0]}
-        return torch.full(draft.shape[:1], float(constant.get(self.relaxation.name, float("nan"))), device=draft.device)
+        constant = self.relaxation.constant
+        return torch.full_like(target[..., 0], torch.nan if constant is None else constant)
 
 
 @dataclass

@@ -66,6 +66,16 @@ class Relaxation:
     budget: float | None = None
     source: str = ""
 
+    @property
+    def constant(self) -> float | None:
+        """The draft's share where it is the same at every node, its logit shifted by the bias; None elsewhere."""
+        if self.name == "none":
+            return 0.0
+        if self.name != "ensemble":
+            return None
+        weight = torch.tensor(self.parameters[0], dtype=torch.float64)
+        return float(torch.sigmoid(torch.logit(weight) + self.bias) if self.bias else weight)
+
 
 def relax(
     tree: DraftTree,
@@ -92,8 +102,8 @@ def relax(
         return tree
     drafted = tree.draft.amax(-1) > 0
     if rule.name in ("ensemble", "learned"):
-        share = _constant(rule, tree) if weight is None else weight
-        share = torch.where(drafted, share.to(tree.target.dtype), 0)
+        share = torch.full_like(tree.target[..., 0], rule.constant) if weight is None else weight.to(tree.target.dtype)
+        share = torch.where(drafted, share, 0)
         if rule.budget is not None:
             cost = share.double() * _distance(tree.target, tree.draft)
             share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
@@ -243,14 +253,6 @@ def _number(text: str, label: str, value: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"relaxation {text!r}: {label} must be a finite number, got {value!r}")
     return number
-
-
-def _constant(rule: Relaxation, tree: DraftTree) -> Tensor:
-    """[B, N] the ensemble's weight, its logit shifted by the bias."""
-    weight = torch.tensor(rule.parameters[0], dtype=torch.float64)
-    if rule.bias is not None:
-        weight = torch.sigmoid(torch.logit(weight) + rule.bias)
-    return weight.to(tree.target).expand(tree.tokens.shape)
 
 
 def _affordable(cost: Tensor, parents: tuple[int, ...], budget: float, spent: Tensor | None) -> Tensor:
