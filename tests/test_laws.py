@@ -330,6 +330,22 @@ def test_a_sampled_child_from_a_sliver_of_the_draft_is_weighed_by_that_sliver():
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_rows_with_numbers_too_small_to_invert_give_finite_laws(name):
+    """softmax in float32 leaves 1e-40 where logits differ by 92; its inverse is infinite, and 0 times that is nan."""
+    drafting = METHODS[name].drafting
+    parents = {"chain": chain(2), "paths": paths(2, 2)}.get(drafting, full_tree(3, 1))
+    row = torch.tensor([1.0, 1e-40, 1e-42, 0.0])
+    rows = torch.stack([row.roll(shift) for shift in range(4)])
+    draft, target = (
+        part.unsqueeze(1).expand(-1, len(parents), -1) for part in (rows.repeat(4, 1), rows.repeat_interleave(4, 0))
+    )
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 2, 3, 0)):
+        tokens = torch.tensor([0, *(order[node % 3] for node in range(len(parents) - 1))]).expand(16, -1)
+        law = METHODS[name].law(DraftTree(tokens, parents, draft, target))
+        assert law.stop.isfinite().all() and law.next.isfinite().all()
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("vocabulary", [1, 7, 257])
 def test_any_vocabulary_and_a_lone_root_will_do(name, vocabulary):
     lone = random_tree((-1,), vocabulary=vocabulary)

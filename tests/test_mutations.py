@@ -46,10 +46,10 @@ MISTAKES = {
         ("plans", "left + (proposal * firsts).sum(-1)", "torch.ones_like(mass)"),
     ],
     "a duplicate is taken for a second draw without replacement": [
-        ("plans", "proposal = torch.where(tokens == token, torch.zeros_like(proposal), proposal)", "pass"),
+        ("plans", "proposal = torch.where(tokens == token, 0, proposal)", "pass"),
     ],
     "null is not renormalised with the residual": [
-        ("plans", "alpha, null = _ratio(alpha, size), _ratio(null, size)", "alpha = _ratio(alpha, size)"),
+        ("plans", "alpha, null = quotient(alpha, size), quotient(null, size)", "alpha = quotient(alpha, size)"),
     ],
     "the residual's mass forgets the children": [
         ("plans", "total = residual.sum(-1) + (wanted * firsts).sum(-1)", "total = residual.sum(-1)"),
@@ -126,11 +126,7 @@ MISTAKES = {
         ("relax", "drafted = tree.draft.amax(-1) > 0", "drafted = torch.ones_like(tree.tokens, dtype=torch.bool)"),
     ],
     "a node takes the weight of its neighbour": [
-        (
-            "relax",
-            "share = _constant(rule, tree) if weight is None else weight",
-            "share = _constant(rule, tree) if weight is None else weight.roll(1, 1)",
-        ),
+        ("relax", "is None else weight.to(tree.target.dtype)", "is None else weight.roll(1, 1).to(tree.target.dtype)"),
     ],
     "the weight is the target's share": [
         (

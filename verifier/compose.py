@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .law import DraftTree, Law, depths
-from .plans import Plan, Share
+from .plans import Plan, Share, quotient
 
 
 def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
@@ -144,19 +144,18 @@ def _joined(families: list[Family]) -> Family:
 
 def _normalise(share: Share, rows: Tensor, nodes: slice | list[int]) -> None:
     """Write share.rest / share.total into our own `rows` at `nodes`; a zero row stays zero."""
-    scale = torch.where(share.total > 0, 1 / share.total, 0).unsqueeze(-1)
+    total = torch.where(share.total > 0, share.total, 1).unsqueeze(-1)
     if isinstance(nodes, slice):
-        torch.mul(share.rest, scale, out=rows[:, nodes])
+        torch.div(share.rest, total, out=rows[:, nodes])
     else:
-        rows[:, nodes] = share.rest * scale
+        rows[:, nodes] = share.rest / total
 
 
 def _prune(share: Share, family: Family, pruned: Tensor) -> Share:
     """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it was, token by token."""
     known = torch.cat([pruned, torch.zeros_like(pruned[:, :1])], -1)
     moved = torch.where(_take(known, family.homes, family), share.accept, 0)
-    scale = torch.where(share.total > 0, share.emit / share.total, 0)
-    rest = share.rest * scale.unsqueeze(-1)
+    rest = share.rest * quotient(share.emit, share.total).unsqueeze(-1)
     rest.scatter_add_(-1, family.tokens.clamp(min=0), moved)
     emit = share.emit + moved.sum(-1)
     return Share(accept=share.accept - moved, emit=emit, null=share.null, rest=rest, total=emit)

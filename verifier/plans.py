@@ -93,14 +93,14 @@ def greedy_transport(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor
     residual = draft.clone()
     _clear(residual, fixed)
     left = residual.sum(-1)
-    drawn = (sampled[..., 0] >= 0) & (left > 0)
+    drawn = (sampled[..., 0] >= 0) & (left >= _tiny(left))
     accept = _acceptance(mass * _at(target, sampled)[..., 0] * left, _at(residual, sampled)[..., 0], sampled[..., 0])
-    residual *= torch.where(drawn, -1 / left, torch.zeros_like(left)).unsqueeze(-1)
+    residual *= torch.where(drawn, -1 / left, 0).unsqueeze(-1)
     residual.addcmul_(target, mass.unsqueeze(-1)).clamp_min_(0)
     children = _at(residual, tokens) * first_of_equals(tokens)
     _clear(residual, tokens)
     rest = residual.sum(-1)
-    scale = _ratio(1 - accept, 1 - mass + rest + children.sum(-1))
+    scale = quotient(1 - accept, 1 - mass + rest + children.sum(-1))
     return Share(
         accept=torch.cat([children[..., :-1] * scale.unsqueeze(-1), accept.unsqueeze(-1)], -1),
         emit=scale * rest,
@@ -128,7 +128,7 @@ def k_seq(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Share:
     accept = _acceptance(_at(target, tokens), _at(draft, tokens) * high.unsqueeze(-1), tokens)
     refused = (1 - accept).cumprod(-1)
     before = torch.cat([torch.ones_like(refused[..., :1]), refused[..., :-1]], -1)
-    scale = torch.minimum(_ratio(reached, overlap), high).unsqueeze(-1)
+    scale = torch.minimum(quotient(reached, overlap), high).unsqueeze(-1)
     residual = torch.minimum(target / high.unsqueeze(-1), draft).mul_(-scale).add_(target).clamp_min_(0)
     total = residual.sum(-1)
     return Share(
@@ -164,14 +164,14 @@ def _recursive(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor, shri
         accept = _acceptance(alpha * wanted[..., child] * size, proposal[..., child], token[..., 0])
         accepted.append(reach * accept)
         reach = reach * (1 - accept)
-        step = torch.where(present & (alpha > 0), 1 / (size * alpha), torch.zeros_like(mass))
+        step = torch.where(present, quotient(torch.ones_like(mass), size * alpha), 0)
         residual.addcmul_(draft, step.unsqueeze(-1), value=-1).clamp_min_(0)
         wanted = (wanted - proposal * step.unsqueeze(-1)).clamp_min(0)
         total = residual.sum(-1) + (wanted * firsts).sum(-1)
         size = alpha * total + null
-        alpha, null = _ratio(alpha, size), _ratio(null, size)
+        alpha, null = quotient(alpha, size), quotient(null, size)
         if shrink:
-            proposal = torch.where(tokens == token, torch.zeros_like(proposal), proposal)
+            proposal = torch.where(tokens == token, 0, proposal)
     residual.scatter_add_(-1, tokens.clamp(min=0), wanted * firsts)
     return Share(
         accept=torch.stack(accepted, -1),
@@ -216,6 +216,11 @@ def _clear(rows: Tensor, tokens: Tensor) -> None:
     rows.scatter_reduce_(-1, tokens.clamp(min=0), (tokens < 0).to(rows.dtype), "prod")
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, and 0 where the denominator is 0 or so small that the quotient could overflow."""
-    return torch.where(denominator >= torch.finfo(denominator.dtype).tiny, numerator / denominator, 0)
+    return torch.where(denominator >= _tiny(denominator), numerator / denominator, 0)
+
+
+def _tiny(values: Tensor) -> float:
+    """The least number whose inverse is finite."""
+    return torch.finfo(values.dtype).tiny
