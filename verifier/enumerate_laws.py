@@ -102,7 +102,7 @@ def drafts(pair: Pair, drafting: str, parents: tuple[int, ...], leaf_rows: bool 
     """
     vocabulary = pair.draft.shape[1]
     children = [[child for child in range(len(parents)) if parents[child] == node] for node in range(len(parents))]
-    tokens, contexts, probability = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], None
+    tokens, contexts = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
     probability = torch.ones(1, dtype=torch.float64)
     for node in range(1, len(parents)):
         parent = parents[node]
