@@ -49,7 +49,7 @@ def make_draft(
     accepted = step_acceptance(teacher, draft, sample(teacher, tokenizer, batch, length))
     draft.to(teacher.dtype).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"{Path(out)}: layers {layers} of {target}, step acceptance {accepted:.3f} on the target's own texts at T = 1")
+    print(f"{Path(out)}: layers {layers} of {target}, step acceptance {accepted:.3f} on the target's texts at T = 1")
     return accepted
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..verifier.law import DraftTree, draw
+from ..verifier.law import DraftTree, Verdict, draw
+from ..verifier.multipath import choose_paths
 from ..verifier.relax import relax, substitutions
-from .completion import Completion
+from .completion import Completion, stopped
 from .drafting import children
-from .model import Model
+from .model import Model, Output
 from .sampling import probabilities
 from .uniforms import uniforms
 
@@ -28,11 +29,13 @@ PREFILL = 512
 class Batch:
     """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those."""
 
-    def __init__(self, engine: Engine, prompts: dict[int, list[int]], seeds: list[int], new_tokens: int):
-        self.engine, pair = engine, engine.pair
+    def __init__(
+        self, engine: Engine, prompts: dict[int, list[int]], seeds: list[int], new_tokens: int, stop: tuple[str, ...]
+    ):
+        self.engine, self.shape, pair = engine, engine.shape, engine.pair
         self.indices = list(prompts)
         self.active = [True] * len(prompts)
-        self.limit = new_tokens - 1 - engine.shape.depth
+        self.limit, self.stop = new_tokens, stop
         self.device = pair.target.device
         rows = list(prompts.values())
         longest = max(map(len, rows))
@@ -42,7 +45,9 @@ class Batch:
         self.seed = torch.tensor(seeds, device=self.device)
         self.spent = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
-        capacity = longest + new_tokens + engine.shape.nodes + 2
+        empty = torch.zeros(len(rows), 1, pair.vocab, device=self.device)
+        self.before = empty, empty
+        capacity = longest + new_tokens + engine.shape.depth + engine.shape.nodes + 3
         self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.shape.depth:
@@ -55,68 +60,101 @@ class Batch:
         self.active = [True] * len(rows)
         for name in ("length", "draft_length", "seed", "spent", "recent"):
             setattr(self, name, getattr(self, name)[index])
+        self.before = tuple(rows[index] for rows in self.before)
         self.target_cache.select(index)
         self.draft_cache.select(index)
 
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
         """One block for every row; returns the tokens that each committed and adds them to `done`."""
-        engine, shape = self.engine, self.engine.shape
-        coins = uniforms(self.seed, self.length + 1, shape.nodes + 2)
-        tokens, draft, draft_hidden = self._draft(coins)
+        engine = self.engine
+        coins = uniforms(self.seed, self.length + 1, 3 + int(engine.shape.lanes.max()))
+        tokens, draft, draft_hidden = self._draft(coins[:, 2:])
         target, target_hidden = self._target(tokens)
-        tree = DraftTree(tokens, shape.parents, draft, target)
+        tree = DraftTree(tokens, self.shape.parents, draft, target)
         weight = None
         if engine.gate:
             hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.hidden else None
             weight = engine.gate(draft, target, hidden)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
-        verdict = draw(engine.law(relaxed), coins[:, -2:])
-        path = engine.path.to(self.device)[verdict.node]
+        verdict = draw(engine.law(relaxed), coins[:, :2])
+        path = self.shape.paths.to(self.device)[verdict.node]
         cost = substitutions(tree, relaxed).gather(1, path)
         share = self._share(tree, relaxed, weight).gather(1, path)
         emitted = self._record(done, tree, verdict, path, cost, share)
+        if len(engine.shapes) > 1:
+            self._remember(tree, verdict, path)
         self._commit(tokens, verdict, path)
         return emitted
 
     def _draft(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H]."""
-        engine, shape, model = self.engine, self.engine.shape, self.engine.pair.draft
-        batch, vocab = len(self.length), engine.pair.vocab
-        tokens = self.recent.new_full((batch, shape.nodes), -1)
-        tokens[:, 0] = self.recent[:, 1]
-        rows = torch.zeros(batch, shape.nodes, vocab, device=self.device)
-        hidden = torch.zeros(batch, shape.nodes, model.hidden_size, device=self.device) if engine.hidden else None
-        base = int(self.length.max()) + 1
+        """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H].
+
+        coins: [B, lanes] in [0, 1), see `Topology.lanes`.
+        """
+        engine, size, ran, paths = self.engine, len(self.length), [], None
+        tokens = self.recent[:, 1:]
         for depth in range(engine.drafted_depths):
-            first, last = shape.levels[depth], shape.levels[depth + 1]
-            if depth == 0:
-                out = self._draft_root()
-            else:
-                visible = self._tree_visible(self.length + 1, base, first, last, root=1)
-                positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
-                out = model(
-                    tokens[:, first:last].clamp_min(0),
-                    positions,
-                    visible,
-                    self.draft_cache,
-                    base + first - 1,
-                    engine.hidden,
-                )
+            out = self._draft_level(tokens, depth) if depth else self._draft_root()
             level = probabilities(out.logits.to(self.device), engine.sampling)
             refuse_nan(level, "draft", self.indices)
-            level = level * (tokens[:, first:last] >= 0).unsqueeze(-1)
-            rows[:, first:last] = level
-            if hidden is not None:
-                hidden[:, first:last] = out.hidden.to(self.device)
-            if depth < shape.depth:
-                count = (shape.levels[depth + 2] - last) // (last - first)
-                coin = coins[:, last - 1 : shape.levels[depth + 2] - 1].reshape(batch, last - first, count)
-                drawn = children(shape.drafting if count > 1 else "chain", level, count, coin)
-                drawn = torch.where((tokens[:, first:last] >= 0).unsqueeze(-1), drawn, -1)
-                tokens[:, last : shape.levels[depth + 2]] = drawn.flatten(1)
-        return tokens, rows, hidden
+            if depth == 0:
+                paths = self._choose_shape(level[:, 0])
+            present = (tokens[:, self.shape.levels[depth] :] >= 0).unsqueeze(-1)
+            level = level * present
+            ran.append((level, out.hidden.to(self.device) if engine.hidden else None))
+            if depth < self.shape.depth:
+                first, last = self.shape.levels[depth + 1 : depth + 3]
+                coin = coins[:, self.shape.lanes[first:last].to(self.device)].reshape(size, level.shape[1], -1)
+                drawn = children(self.shape.drafting, level, coin.shape[-1], coin)
+                drawn = torch.where(present, drawn, -1).flatten(1)
+                if paths is not None and depth == engine.trunk:
+                    drawn = drawn.where(torch.arange(last - first, device=self.device) < paths.unsqueeze(1), -1)
+                tokens = torch.cat([tokens, drawn], 1)
+        return tokens, *self._padded(ran)
 
-    def _draft_root(self):
+    def _padded(self, ran: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+        """Rows and hidden states of every node, zero at those where the draft was not run."""
+        size, rest = len(self.length), self.shape.nodes - sum(level.shape[1] for level, _ in ran)
+        missing = torch.zeros(size, rest, self.engine.pair.vocab, device=self.device)
+        rows = torch.cat([*(level for level, _ in ran), missing], 1)
+        if not self.engine.hidden:
+            return rows, None
+        missing = torch.zeros(size, rest, self.engine.pair.draft.hidden_size, device=self.device)
+        return rows, torch.cat([*(states.float() for _, states in ran), missing], 1)
+
+    def _choose_shape(self, root: Tensor) -> Tensor | None:
+        """Set this step's tree from what is known before it is drawn; [B] number of paths where requests differ in it.
+
+        root: [B, V] the draft's rows at the root.
+        """
+        shapes = self.engine.shapes
+        if len(shapes) == 1:
+            return None
+        paths = choose_paths(*self.before, root, max(shapes))
+        self.shape = shapes[int(paths.max())]
+        return paths
+
+    def _remember(self, tree: DraftTree, verdict: Verdict, path: Tensor) -> None:
+        """Keep the rows of this block's committed positions: what the next step's number of paths is chosen from."""
+        on_path = torch.arange(path.shape[1], device=self.device) <= self._accepted(verdict).unsqueeze(1)
+        at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
+        self.before = tree.target.gather(1, at), tree.draft.gather(1, at) * on_path.unsqueeze(-1)
+
+    def _accepted(self, verdict: Verdict) -> Tensor:
+        """[B] accepted tokens."""
+        return self.shape.depths.to(self.device)[verdict.node]
+
+    def _draft_level(self, tokens: Tensor, depth: int) -> Output:
+        """Run the draft on the nodes of one depth."""
+        first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
+        base = int(self.length.max()) + 1
+        visible = self._tree_visible(self.length + 1, base, first, last, root=1)
+        positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
+        start = base + first - 1
+        found = tokens[:, first:last].clamp_min(0)
+        return self.engine.pair.draft(found, positions, visible, self.draft_cache, start, self.engine.hidden)
+
+    def _draft_root(self) -> Output:
         """Run the draft on the root and, where the last block was accepted whole, on the token before it."""
         model, lacking = self.engine.pair.draft, self.length - self.draft_length
         width, start = 1 + int(lacking.max()), int(self.draft_length.max())
@@ -134,14 +172,14 @@ class Batch:
             self.draft_cache, source, torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1)
         )
         hidden = out.hidden[:, -1:] if out.hidden is not None else None
-        return type(out)(out.logits[:, -1:], hidden)
+        return Output(out.logits[:, -1:], hidden)
 
     def _tree_visible(self, length: Tensor, base: int, first: int, last: int, root: int) -> Tensor:
         """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors and themselves.
 
         root: the node that stands in slot `base`; 0 for the target, 1 for the draft, whose root is committed already.
         """
-        seen = self.engine.seen.to(self.device)[first:last, root:last]
+        seen = self.shape.ancestors.to(self.device)[first:last, root:last]
         committed = torch.arange(base, device=self.device) < length[:, None, None]
         rows = (len(length), last - first)
         return torch.cat([committed.expand(*rows, base), seen.expand(*rows, last - root)], -1)
@@ -149,9 +187,9 @@ class Batch:
     def _target(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Target rows [B, N, V] and hidden states of the whole tree in one call."""
         engine = self.engine
-        base, count = int(self.length.max()), engine.shape.nodes
+        base, count = int(self.length.max()), self.shape.nodes
         visible = self._tree_visible(self.length, base, 0, count, root=0)
-        positions = self.length.unsqueeze(1) + engine.depth.to(self.device)
+        positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
         out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
         rows = probabilities(out.logits, engine.sampling)
         refuse_nan(rows, "target", self.indices)
@@ -168,48 +206,38 @@ class Batch:
 
     def _record(self, done, tree, verdict, path, cost, share) -> list[list[int]]:
         """Add every active row's block to its completion; the one place where the device is read."""
-        shape, eos = self.engine.shape, self.engine.pair.eos
-        lengths = self.engine.depth.to(self.device)[verdict.node].tolist()
+        shape = self.shape
+        lengths = self._accepted(verdict).tolist()
         on_path = tree.tokens.gather(1, path)[:, 1:].tolist()
         present = (tree.tokens[:, 1:] >= 0).tolist()
-        node_depth = self.engine.depth[1:].tolist()
+        node_depth = shape.depths[1:].tolist()
         cost, share = cost.double().tolist(), share.tolist()
-        charged = torch.zeros(len(lengths), dtype=torch.float64)
         emitted: list[list[int]] = []
         for row, (length, extra) in enumerate(zip(lengths, verdict.token.tolist(), strict=True)):
             emitted.append([])
             if not self.active[row]:
                 continue
             completion = done[self.indices[row]]
-            new = on_path[row][:length] + [extra]
-            new = new[: self.limit - len(completion.tokens)]
-            new = new[: next((i + 1 for i, token in enumerate(new) if token in eos), len(new))]
-            kept = min(length, len(new))
-            drafted = [d for d, there in zip(node_depth, present[row], strict=True) if there and d <= len(new)]
-            for counts, top in (
-                (completion.drafted_by_depth, max(drafted, default=0)),
-                (completion.accepted_by_depth, kept),
-            ):
-                counts += [0] * (shape.depth - len(counts))
-                counts[:top] = [count + 1 for count in counts[:top]]
-            completion.tokens += new
-            completion.drafted += len(drafted)
-            completion.accepted += kept
-            completion.target_calls += 1
+            room = self.limit - len(completion.tokens)
+            new, completion.finished = self._until_end(completion.tokens, (on_path[row][:length] + [extra])[:room])
+            reach = len(new) if completion.finished or len(new) == room else shape.depth
+            drafted = [d for d, there in zip(node_depth, present[row], strict=True) if there and d <= reach]
+            completion.add_step(new, min(length, len(new)), drafted, shape.depth, cost[row], share[row])
             completion.draft_calls += self.engine.drafted_depths
-            charged[row] = sum(cost[row][: len(new)])
-            completion.substitutions += sum(cost[row][: len(new)])
-            weights = [value for value in share[row][: len(new)] if value == value]
-            completion.weight_sum += sum(weights)
-            completion.weight_count += len(weights)
             emitted[row] = new
-        self.spent = self.spent + charged.to(self.device)
+        self.spent = torch.tensor([done[i].substitutions for i in self.indices], dtype=torch.float64).to(self.device)
         return emitted
+
+    def _until_end(self, before: list[int], new: list[int]) -> tuple[list[int], bool]:
+        """The new tokens up to the end of the text, and whether an end token or a stop string ends it."""
+        for count, token in enumerate(new, 1):
+            if token in self.engine.pair.eos or stopped(self.engine.pair.tokenizer, before + new[:count], self.stop):
+                return new[:count], True
+        return new, False
 
     def _commit(self, tokens: Tensor, verdict, path: Tensor) -> None:
         """Move the accepted path of every row down to its own length, in both caches."""
-        shape = self.engine.shape
-        accepted = self.engine.depth.to(self.device)[verdict.node]
+        shape, accepted = self.shape, self._accepted(verdict)
         step = torch.arange(path.shape[1], device=self.device)
         base = int(self.length.max())
         self._keep(

@@ -8,7 +8,6 @@ moves and nothing is recomputed.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -108,11 +107,3 @@ def attention_layers(config) -> tuple[int, set[str], int | None]:
             "a rejection; use a pair whose layers all keep keys and values"
         )
     return config.num_hidden_layers, kinds, window if "sliding_attention" in kinds else None
-
-
-def ancestors(parents: tuple[int, ...]) -> Tensor:
-    """[N, N] bool: entry (i, j) says that j is i itself or one of its ancestors."""
-    mask = torch.eye(len(parents), dtype=torch.bool)
-    for node in range(1, len(parents)):
-        mask[node] |= mask[parents[node]]
-    return mask

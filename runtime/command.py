@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from .completion import Completion, cut
+from .drafting import Branches
 from .sampling import Sampling
 
 
@@ -16,7 +17,7 @@ def decode_command(
     method: str = "token",
     relaxation: str = "none",
     draft_length: int = 5,
-    branches: int | list[int] | None = None,
+    branches: Branches = None,
     trunk: int = 0,
     relax_leaf: bool = False,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -40,7 +41,8 @@ def decode_command(
         relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2, typical:0.09,0.3 or a
             bundle folder; after it `;bias=0.5` and `;budget=3`.
         draft_length: tokens on a drafted path.
-        branches: number of paths, or children of a node (one number, or one for each depth) where a tree is verified.
+        branches: number of paths, or children of a node (one number, or one for each depth), where a tree is verified;
+            auto lets gbv choose before each step.
         trunk: single drafted tokens before a tree's first branching.
         relax_leaf: run the draft on the last drafted token too and relax there.
         sampling: temperature, top_k, top_p, min_p of both models.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 # A stop string is looked for in this many more tokens than it has characters: a token may hold part of a character.
@@ -37,6 +38,31 @@ class Completion:
     weight_sum: float = 0.0
     weight_count: int = 0
     seconds: float = 0.0
+
+    def add_step(
+        self, new: list[int], accepted: int, drafted: list[int], depth: int, cost: list[float], share: list[float]
+    ) -> None:
+        """Add one target call.
+
+        new:         tokens it committed, up to the end of the text.
+        accepted:    how many of them were drafted.
+        drafted:     depth of every drafted token that the target checked and that does not lie after the end.
+        depth:       of the tree.
+        cost, share: substitutions and the draft's share at the positions from the root on; share is nan where the
+                     draft was not run.
+        """
+        reached = max(drafted, default=0)
+        for counts, deepest in ((self.drafted_by_depth, reached), (self.accepted_by_depth, accepted)):
+            counts += [0] * (depth - len(counts))
+            counts[:deepest] = [count + 1 for count in counts[:deepest]]
+        self.tokens += new
+        self.drafted += len(drafted)
+        self.accepted += accepted
+        self.target_calls += 1
+        self.substitutions += sum(cost[: len(new)])
+        weights = [weight for weight in share[: len(new)] if not math.isnan(weight)]
+        self.weight_sum += sum(weights)
+        self.weight_count += len(weights)
 
     @property
     def mean_weight(self) -> float:

@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from ..verifier import methods
-from ..verifier.law import depths
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
-from .cache import ancestors
-from .completion import Completion, cut, stopped
-from .drafting import Topology, default_branches, topology
+from .completion import Completion, cut
+from .drafting import Branches, Topology, default_branches, topology
 from .gate import load_gate
 from .model import Pair
 from .sampling import Sampling
+
+MOST_PATHS = 4
 
 
 def decode(
@@ -30,7 +29,7 @@ def decode(
     method: str = "token",
     relaxation: str | Relaxation = "none",
     draft_length: int = 5,
-    branches: int | list[int] | None = None,
+    branches: Branches = None,
     trunk: int = 0,
     relax_leaf: bool = False,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -46,7 +45,8 @@ def decode(
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
     relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`.
     draft_length:   tokens on a drafted path.
-    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`.
+    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; branches `auto` lets gbv choose
+                    1 to 4 paths before each step.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
@@ -66,6 +66,16 @@ def decode(
     return done
 
 
+def _shapes(method: str, drafting: str, draft_length: int, branches: Branches, trunk: int) -> dict[int, Topology]:
+    """The trees that a step may grow, by their number of branches; more than one only for `auto`."""
+    if branches != "auto":
+        branches = default_branches(drafting, draft_length) if branches is None else branches
+        return {1: topology(drafting, draft_length, branches, trunk)}
+    if method != "gbv":
+        raise ValueError(f"`branches` auto chooses the number of paths of gbv before each step, got method {method!r}")
+    return {paths: topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)}
+
+
 class Engine:
     """One method, relaxation and tree shape over one pair; checks all of it once, then runs batches."""
 
@@ -75,7 +85,7 @@ class Engine:
         method: str = "token",
         relaxation: str | Relaxation = "none",
         draft_length: int = 5,
-        branches: int | list[int] | None = None,
+        branches: Branches = None,
         trunk: int = 0,
         relax_leaf: bool = False,
         sampling: Sampling | None = None,
@@ -87,17 +97,14 @@ class Engine:
                 raise ValueError(
                     f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
                 )
-            self.law, self.shape = methods.method("token").unchecked, Topology("chain", (-1,), (0, 1))
+            self.law, self.shapes = methods.method("token").unchecked, {1: Topology("chain", (-1,), (0, 1))}
         else:
             chosen = methods.method(method)
-            branches = default_branches(chosen.drafting, draft_length) if branches is None else branches
-            self.law, self.shape = chosen.unchecked, topology(chosen.drafting, draft_length, branches, trunk)
+            self.law, self.shapes = chosen.unchecked, _shapes(method, chosen.drafting, draft_length, branches, trunk)
+        self.shape, self.trunk = self.shapes[max(self.shapes)], trunk
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden)
         self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
-        self.seen = ancestors(self.shape.parents)
-        self.depth = torch.tensor(depths(self.shape.parents))
-        self.path = _paths(self.shape)
 
     @torch.no_grad()
     def run(
@@ -109,38 +116,24 @@ class Engine:
         on_step: Callable[[int, list[int]], None] | None = None,
     ) -> list[Completion]:
         """Decode one batch; `prompts` maps an index, used in messages and `on_step`, to token ids."""
-        room = 1 + self.shape.depth
-        check_prompts(self.pair, prompts, max_new_tokens + room)
-        state = Batch(self, prompts, seeds, max_new_tokens + room)
+        check_prompts(self.pair, prompts, max_new_tokens + self.shape.depth)
+        state = Batch(self, prompts, seeds, max_new_tokens, stop)
         began = time.perf_counter()
         done = {index: Completion() for index in prompts}
         while state.indices:
             emitted = state.step(done)
-            keep = []
             for row, (index, new) in enumerate(zip(state.indices, emitted, strict=True)):
-                if not state.active[row]:
-                    continue
                 completion = done[index]
-                ended = self._finish(completion, max_new_tokens, stop)
+                if state.active[row] and (completion.finished or len(completion.tokens) == max_new_tokens):
+                    state.active[row] = False
+                    completion.seconds = time.perf_counter() - began
+                    completion.text = cut(self.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True), stop)
                 if on_step and new:
                     on_step(index, new)
-                if ended:
-                    completion.seconds = time.perf_counter() - began
-                    state.active[row] = False
-                else:
-                    keep.append(row)
+            keep = [row for row, active in enumerate(state.active) if active]
             if len(keep) <= 0.75 * len(state.indices):
                 state.select(keep)
         return list(done.values())
-
-    def _finish(self, completion: Completion, max_new_tokens: int, stop: tuple[str, ...]) -> bool:
-        """Whether the text has ended; sets `text` and `finished` where it has."""
-        tokenizer, tokens = self.pair.tokenizer, completion.tokens
-        completion.finished = tokens[-1] in self.pair.eos or stopped(tokenizer, tokens, stop)
-        if not completion.finished and len(tokens) < max_new_tokens:
-            return False
-        completion.text = cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
-        return True
 
 
 def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) -> None:
@@ -158,14 +151,3 @@ def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) ->
                 f"prompt {index} is longer than the context: {len(tokens)} tokens and {new_tokens} new ones exceed "
                 f"{room}; lower `max_new_tokens` or shorten the prompt"
             )
-
-
-def _paths(shape: Topology) -> Tensor:
-    """[N, depth + 1] nodes from the root to each node; entries below a node repeat the node."""
-    paths = []
-    for node in range(shape.nodes):
-        path = [node]
-        while shape.parents[path[0]] >= 0:
-            path.insert(0, shape.parents[path[0]])
-        paths.append(path + [node] * (shape.depth + 1 - len(path)))
-    return torch.tensor(paths)

@@ -13,13 +13,18 @@ one child: a duplicated trunk child would make the methods for paths biased.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..verifier.law import inverse_cdf
+from ..verifier.law import depths, inverse_cdf
 
 MAX_NODES = 512
+Branches = int | list[int] | Literal["auto"] | None
+MAX_PATHS = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,39 @@ class Topology:
     @property
     def depth(self) -> int:
         return len(self.levels) - 2
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[N] int64 depth of every node."""
+        return torch.tensor(depths(self.parents))
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[N, N] bool: entry (i, j) says that j is i itself or one of its ancestors."""
+        mask = torch.eye(self.nodes, dtype=torch.bool)
+        for node in range(1, self.nodes):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """[N, depth + 1] int64 nodes from the root to each node; entries below a node repeat the node."""
+        paths = torch.arange(self.nodes).unsqueeze(1).repeat(1, self.depth + 1)
+        for node in range(1, self.nodes):
+            above = int(self.depths[node])
+            paths[node, :above] = paths[self.parents[node], :above]
+        return paths
+
+    @cached_property
+    def lanes(self) -> Tensor:
+        """[N] int64 which of a request's random numbers draws each node; the root needs none and has -1.
+
+        A path has the same lanes whether or not others are drafted beside it.
+        """
+        if self.drafting != "paths":
+            return torch.arange(self.nodes) - 1
+        levels = enumerate(pairwise(self.levels))
+        return torch.tensor([-1] + [(d - 1) * MAX_PATHS + i for d, (a, b) in levels if d for i in range(b - a)])
 
 
 def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, trunk: int = 0) -> Topology:
@@ -90,6 +128,8 @@ def _branching(drafting: str, draft_length: int, branches: int | list[int]) -> l
             raise ValueError(
                 f"paths branch once, at the root or the end of the trunk; give `branches` as one int, got {branches}"
             )
+        if several[0] > MAX_PATHS:
+            raise ValueError(f"`branches` may be at most {MAX_PATHS} paths, got {several[0]}")
         return [several[0]] + [1] * (draft_length - 1)
     return several
 

@@ -68,6 +68,18 @@ def test_sampled_texts_follow_the_relaxed_law(method, relaxation):
     assert chi_squared(texts, law) > 1e-5
 
 
+def test_gbv_that_chooses_its_paths_before_each_step_keeps_the_law_and_the_batch():
+    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
+    options = {"method": "gbv", "branches": "auto", "draft_length": 1, "relax_leaf": True, "max_new_tokens": LENGTH}
+    texts = decode(pair, [prompt] * TEXTS, batch=2000, **options)
+    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
+    options |= {"max_new_tokens": 30, "trunk": 1, "draft_length": 2}
+    alone, together = (decode(pair, [[2, 3], [3, 3, 2]], batch=batch, **options) for batch in (1, 2))
+    assert [c.tokens for c in alone] == [c.tokens for c in together]
+    drafted = [c.drafted / c.target_calls for c in together]
+    assert all(3 < tokens < 9 for tokens in drafted), "sometimes one path of two below the trunk, sometimes four"
+
+
 def test_the_chi_squared_test_would_see_a_wrong_law():
     pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
     texts = decode(pair, [prompt] * 4000, relaxation="ensemble:0.4", draft_length=2, batch=2000, max_new_tokens=LENGTH)
@@ -113,6 +125,8 @@ def test_statistics_add_up():
             assert c.finished == (c.tokens[-1] == 1) and 1 not in c.tokens[:-1]
             assert c.finished or len(c.tokens) == 23
             assert c.mean_weight == pytest.approx(0.5)
+            if METHODS[method].drafting == "chain":  # only the last step's drafts are cut, by the end of the text
+                assert 4 * (c.target_calls - 1) < c.drafted <= 4 * c.target_calls
 
 
 def test_a_gate_sees_rows_and_hidden_states_of_its_own_context():
@@ -172,6 +186,8 @@ def test_stop_strings_are_found_across_tokens_and_cut_off():
         ({"branches": 3}, "verifies one chain"),
         ({"method": "univer", "branches": 4, "draft_length": 8}, "more than 512 nodes"),
         ({"method": "gbv", "branches": [3, 2, 1, 1, 1]}, "paths branch once"),
+        ({"method": "gbv", "branches": 100}, "at most 64 paths"),
+        ({"method": "univer", "branches": "auto"}, "chooses the number of paths of gbv"),
         ({"seeds": [1, 2, 3]}, "`seeds` must hold one seed for each of 1 prompts"),
     ],
 )

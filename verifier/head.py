@@ -113,7 +113,7 @@ class WeightHead(nn.Module):
         """
         parts = ([hidden] if self.needs_hidden else []) + ([logits] if self.needs_logits else [])
         if any(part is None for part in parts):
-            raise ValueError(f"a head with features {self.features!r} was called without them; run the models with both")
+            raise ValueError(f"a head with features {self.features!r} was called without them; give it both")
         inputs = torch.cat([part.to(self.mean.dtype) for part in parts], dim=-1)
         return self.net((inputs - self.mean) / self.std).squeeze(-1)
 

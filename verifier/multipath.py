@@ -28,7 +28,8 @@ _block = conditional(rejection, ahead=chain_masses)
 def greedy_multipath_block(tree: DraftTree) -> Law:
     """The law of GBV on K chains of equal length that hang from the root or from the end of a trunk.
 
-    A path may be cut (absent tokens) only where all K paths of that request are. The trunk keeps the draft's own rows.
+    A request may have fewer paths than the tree has chains: a chain whose first token is absent is none of its paths.
+    Below that a path may be cut only where all paths of the request are. The trunk keeps the draft's own rows.
     """
     found = chains(tree.parents)
     if found is None:
@@ -43,7 +44,8 @@ def greedy_multipath_block(tree: DraftTree) -> Law:
     selected = _select(tree, trunk, paths)
     index = torch.arange(len(tree.tokens), device=selected.device)[:, None], selected
     draft, target, tokens = tree.draft[index], tree.target[index], tree.tokens[index]
-    below = selected_rows(target[:, branch:], draft[:, branch:], tokens[:, branch + 1 :], len(paths))
+    counts = (tree.tokens[:, [path[0] for path in paths]] >= 0).sum(-1)
+    below = selected_rows(target[:, branch:], draft[:, branch:], tokens[:, branch + 1 :], counts, len(paths))
     draft = torch.cat([draft[:, :branch], below], 1)
     pruned = None if tree.pruned is None else tree.pruned[index]
     law = _block(DraftTree(tokens, tuple(range(-1, selected.shape[1] - 1)), draft, target, pruned))
@@ -53,12 +55,14 @@ def greedy_multipath_block(tree: DraftTree) -> Law:
     return Law(stop=stop, next=rows)
 
 
-def selected_rows(target: Tensor, draft: Tensor, tokens: Tensor, paths: int) -> Tensor:
+def selected_rows(target: Tensor, draft: Tensor, tokens: Tensor, paths: Tensor, most: int) -> Tensor:
     """[B, L + 1, V] the law of the selected path, row by row; the last row is given back as it is.
 
     target, draft: [B, L + 1, V] rows on the selected path, from the branch on.
     tokens:        [B, L] int64 tokens taken on it.
+    paths, most:   [B] int64 number of paths of each request, and its largest value.
     """
+    paths = paths[:, None, None]
     order = ratios(target, draft)[:, :-1].argsort(dim=-1, stable=True)
     ranked = draft[:, :-1].gather(-1, order)
     upper = ranked.cumsum(-1)
@@ -72,7 +76,7 @@ def selected_rows(target: Tensor, draft: Tensor, tokens: Tensor, paths: int) -> 
         theta = torch.where(v > 0, u / v, 0)
     theta = torch.stack(thetas, 1).unsqueeze(-1)
     u, v = theta + (1 - theta) * lower, theta + (1 - theta) * upper
-    rows = ranked * _power_sum(v, u, paths) / _power_sum(torch.ones_like(theta), theta, paths)
+    rows = ranked * _power_sum(v, u, paths, most) / _power_sum(torch.ones_like(theta), theta, paths, most)
     return torch.cat([torch.empty_like(rows).scatter_(-1, order, rows), draft[:, -1:]], 1)
 
 
@@ -81,28 +85,27 @@ def ratios(target: Tensor, draft: Tensor) -> Tensor:
     return torch.where(target > 0, target / draft, 0)
 
 
-def choose_paths(target: Tensor, draft: Tensor, root: Tensor, most: int = 4, certain: float = 0.9) -> int:
-    """How many paths to draft for `paths: auto`, from what is known before drafting; so the choice keeps exactness.
+def choose_paths(target: Tensor, draft: Tensor, root: Tensor, most: int, certain: float = 0.9) -> Tensor:
+    """[B] int64, how many paths to draft, from what is known before drafting; so the choice keeps exactness.
 
-    target, draft: [B, T, V] rows of the positions before the root (T may be 0).
+    target, draft: [B, T, V] rows of positions before the root, draft all-zero where it was not run; T may be 0.
     root:          [B, V] the draft's row at the root; the target's is not known yet.
 
     For one token, GBV accepts 1 - TV(target, selected row of K). The K in 1..most with the largest mean of it over
-    the given rows wins, the smaller one on a tie; 1 where the draft is nearly certain at the root of every request, as
-    K paths would begin with the same token.
+    the given rows wins, the smaller one on a tie; 1 where the draft is nearly certain at the root, as K paths would
+    begin with the same token.
     """
-    if target.shape[1] == 0 or bool((root.amax(-1) >= certain).all()):
-        return 1
     order = ratios(target, draft).argsort(dim=-1, stable=True)
     wanted, ranked = target.gather(-1, order), draft.gather(-1, order)
     upper = ranked.cumsum(-1)
     lower = upper - ranked
-    best, choice = -1.0, 1
-    for paths in range(1, most + 1):
-        accepted = torch.minimum(ranked * _power_sum(upper, lower, paths), wanted).sum(-1).mean().item()
-        if accepted > best + 1e-6:
-            best, choice = accepted, paths
-    return choice
+    accepted = [
+        torch.minimum(ranked * _power_sum(upper, lower, paths, paths), wanted).sum((-2, -1))
+        for paths in range(1, most + 1)
+    ]
+    # float32 sums over a vocabulary are off by about 1e-6; a tie must not be decided by that
+    gain = torch.stack(accepted, -1) - 1e-5 * torch.arange(most, device=root.device)
+    return torch.where(root.amax(-1) >= certain, 1, gain.argmax(-1) + 1)
 
 
 def _select(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...], ...]) -> Tensor:
@@ -126,11 +129,12 @@ def _select(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
     return torch.stack(nodes, 1)
 
 
-def _power_sum(a: Tensor, b: Tensor, count: int) -> Tensor:
-    """Sum over i < count of a^i b^(count-1-i), by Horner."""
+def _power_sum(a: Tensor, b: Tensor, count: Tensor | int, most: int) -> Tensor:
+    """Sum over i < count of a^i b^(count-1-i), by Horner; `count` broadcasts and is at most `most`."""
     total = torch.ones_like(a)
     power = torch.ones_like(b)
-    for _ in range(count - 1):
+    for step in range(1, most):
         power = power * b
-        total = total * a + power
+        longer = total * a + power
+        total = longer if isinstance(count, int) else torch.where(step < count, longer, total)
     return total

@@ -87,7 +87,8 @@ def greedy_transport(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor
     With s the draft's row without the fixed children, renormalised, and R = max(a target - s, 0): the sampled child
     gets min(1, a target/s); everything else gets R in proportion. Without a sampled child s is zero, and every token
     simply gets its own mass. The mass of s is summed, not taken as 1 - q(fixed): a confident draft leaves so little
-    that the difference would be rounding noise, and the ratio target/s with it.
+    that the difference would be rounding noise, and the ratio target/s with it. Where it leaves less than a float can
+    invert, s counts as zero: a rule that only looks at the row is exact whatever was sampled.
     """
     fixed, sampled = tokens[..., :-1], tokens[..., -1:]
     residual = draft.clone()
@@ -95,8 +96,10 @@ def greedy_transport(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor
     left = residual.sum(-1)
     drawn = (sampled[..., 0] >= 0) & (left >= _tiny(left))
     accept = _acceptance(mass * _at(target, sampled)[..., 0] * left, _at(residual, sampled)[..., 0], sampled[..., 0])
+    accept = torch.where(drawn, accept, 0)
     residual *= torch.where(drawn, -1 / left, 0).unsqueeze(-1)
     residual.addcmul_(target, mass.unsqueeze(-1)).clamp_min_(0)
+    tokens = torch.cat([fixed, torch.where(drawn.unsqueeze(-1), sampled, -1)], -1)
     children = _at(residual, tokens) * first_of_equals(tokens)
     _clear(residual, tokens)
     rest = residual.sum(-1)
@@ -114,21 +117,22 @@ def k_seq(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Share:
     """K-SEQ of SpecTr (Sun 2023) for M i.i.d. children: accept x with min(1, target/(rho draft)); top-down only.
 
     With b = sum min(target/rho, draft) and c = 1 - (1-b)^M, rho in [1, M] solves c = rho b. Any rho at or above the
-    root is exact, so the upper end of the bisection is taken and rounding costs length, never the law.
+    root is exact, so the upper end of the bisection is taken and rounding costs length, never the law. Both sides are
+    compared as what they leave of 1, sum max(target - rho draft, 0) and (1-b)^M: for close rows the rest is all that
+    differs.
     """
     count = (tokens >= 0).sum(-1).to(draft.dtype)
     low, high = torch.ones_like(mass), count.clamp(min=1)
     for _ in range(torch.finfo(draft.dtype).bits * 3 // 4):
         rho = (low + high) / 2
-        overlap = _overlap(target, draft, rho)
-        enough = rho * overlap >= 1 - (1 - overlap).clamp(min=0) ** count
+        left, missed = _leftovers(target, draft, rho)
+        enough = left <= missed**count
         low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
-    overlap = _overlap(target, draft, high)
-    reached = 1 - (1 - overlap).clamp(min=0) ** count
+    _, missed = _leftovers(target, draft, high)
     accept = _acceptance(_at(target, tokens), _at(draft, tokens) * high.unsqueeze(-1), tokens)
     refused = (1 - accept).cumprod(-1)
     before = torch.cat([torch.ones_like(refused[..., :1]), refused[..., :-1]], -1)
-    scale = torch.minimum(quotient(reached, overlap), high).unsqueeze(-1)
+    scale = torch.minimum(quotient(1 - missed**count, 1 - missed), high).unsqueeze(-1)
     residual = torch.minimum(target / high.unsqueeze(-1), draft).mul_(-scale).add_(target).clamp_min_(0)
     total = residual.sum(-1)
     return Share(
@@ -195,8 +199,11 @@ def _acceptance(wanted: Tensor, proposal: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(drawn, wanted / torch.where(drawn, proposal, torch.ones_like(proposal)), 0).clamp(max=1)
 
 
-def _overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:
-    return torch.minimum(target / rho.unsqueeze(-1), draft).sum(-1)
+def _leftovers(target: Tensor, draft: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, n] sums of max(target - rho draft, 0) and of max(draft - target/rho, 0), neither as a difference of sums."""
+    excess = torch.addcmul(target, draft, rho.unsqueeze(-1), value=-1)
+    left = excess.clamp(min=0).sum(-1)
+    return left, -excess.clamp_max_(0).sum(-1) / rho
 
 
 def _without(rows: Tensor, tokens: Tensor) -> Tensor:
