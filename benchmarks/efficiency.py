@@ -1,0 +1,120 @@
+"""Block efficiency of every method on a real pair: new tokens per target call, as measured by the decode loop.
+
+The extra token of a step counts, the prefill and whatever lies after the end of a text do not. Intervals are 95 %
+bootstrap intervals over prompts; ratios to another case are paired by prompt in the same run. Every method is run at
+every shape of `branches`, and the learned relaxation, where one is given, inside every method.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..data.tasks import DataOptions, load_task
+from ..eval.quality import bootstrap
+from ..runtime.decode import decode
+from ..runtime.drafting import topology
+from ..runtime.model import load_pair
+from ..runtime.sampling import Sampling
+from ..verifier.methods import METHODS
+
+RIVALS = {"block": "token", "gbv": "block", "traversal": "rrsw", "univer": "rrsw", "greedy_tree": "rrsw"}
+
+
+def run(
+    *,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    prompt: str | None = None,
+    prompts: int = 40,
+    methods: list[str] = list(METHODS),  # noqa: B006, B008
+    relaxations: list[str] = ["none"],  # noqa: B006
+    temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
+    draft_length: int = 4,
+    branches: list[int] = [2, 3, 4],  # noqa: B006
+    max_new_tokens: int = 64,
+    batch: int = 40,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[dict]:
+    """One row a method, shape, relaxation and temperature.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text `prompts` times with different seeds, instead of a task's prompts.
+        prompts: texts a row.
+        methods: verification methods.
+        relaxations: none, ensemble:0.3, a bundle folder, ...
+        temperatures: of both models.
+        draft_length: tokens on a drafted path.
+        branches: paths K, or children M at every node, of methods that draft several; trees of more than 512 nodes are
+            left out.
+        max_new_tokens: tokens a text may have.
+        batch: prompts decoded together.
+        seed: of prompts and texts.
+        threads: CPU threads.
+    """
+    torch.set_num_threads(threads)
+    pair = load_pair(target, draft)
+    encoded = _prompts(pair, task, data, prompt, prompts, seed)
+    rows = []
+    for temperature in temperatures:
+        for relaxation in relaxations:
+            found: dict[tuple[str, int], list[float]] = {}
+            for method in methods:
+                for count in [1] if METHODS[method].drafting == "chain" else branches:
+                    if not _fits(method, draft_length, count):
+                        continue
+                    completions = decode(
+                        pair, encoded, method=method, relaxation=relaxation, draft_length=draft_length, branches=count,
+                        sampling=Sampling(temperature), max_new_tokens=max_new_tokens, batch=batch,
+                        seeds=[(seed << 32) + i for i in range(len(encoded))],
+                    )  # fmt: skip
+                    tokens = [len(c.tokens) for c in completions]
+                    calls = [c.target_calls for c in completions]
+                    found[method, count] = per_call = ratio_of_sums(tokens, calls)
+                    case = f"T={temperature:g} {method}" + (
+                        f" {count}x{draft_length}" if count > 1 else f" {draft_length}"
+                    )
+                    rows.append(
+                        {"case": case + (f" {relaxation}" if relaxation != "none" else ""), "unit": "tokens/call"}
+                        | dict(zip(("value", "low", "high"), per_call, strict=True))
+                        | {"vs": _rivals(found, method, count)}
+                    )
+    return rows
+
+
+def ratio_of_sums(tokens: list[int], calls: list[int], resamples: int = 10_000) -> tuple[float, float, float]:
+    """(sum of tokens / sum of calls, low, high): the ratio for the file of prompts, interval over prompts.
+
+    A text's linearised contribution, ratio + (tokens - ratio calls) / mean calls, has the ratio as its mean.
+    """
+    a, b = torch.tensor(tokens, dtype=torch.float64), torch.tensor(calls, dtype=torch.float64)
+    ratio = a.sum() / b.sum()
+    _, low, high = bootstrap((ratio + (a - ratio * b) / b.mean()).tolist(), resamples)
+    return float(ratio), low, high
+
+
+def _rivals(found: dict, method: str, count: int) -> dict[str, float]:
+    rival = RIVALS.get(method)
+    other = found.get((rival, count)) or found.get((rival, 1))
+    return {rival: found[method, count][0] / other[0]} if other else {}
+
+
+def _fits(method: str, draft_length: int, count: int) -> bool:
+    try:
+        topology(METHODS[method].drafting, draft_length, count)
+    except ValueError:
+        return False
+    return True
+
+
+def _prompts(pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int) -> list[list[int]]:
+    if prompt is not None:
+        return [pair.tokenizer(prompt).input_ids] * prompts
+    loaded = load_task(task, split="test", limit=prompts, seed=seed, data=data)
+    return [loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples]
