@@ -23,7 +23,15 @@ from diversed.verifier.enumerate_laws import (
 from diversed.verifier.law import depths
 from diversed.verifier.multipath import choose_paths, selected_rows
 
-from .support.laws import block_by_hand, gbv_by_hand, shapes, token_by_hand, walk_by_hand
+from .support.laws import (
+    block_by_hand,
+    drafts_by_hand,
+    gbv_by_hand,
+    shapes,
+    token_by_hand,
+    tree_by_hand,
+    walk_by_hand,
+)
 
 EXACT = 1e-12  # float64 sums of a few thousand terms below 1
 PAIRS = [(name, drafting) for name, entry in METHODS.items() for drafting in entry.exact_for]
@@ -184,6 +192,53 @@ def test_recursive_rejection_is_the_public_walk_over_children(name, shrink):
         number = {context: contexts[index][node] for node, context in names.items()}
         for (context, token), chance in by_hand.items():
             assert abs(found[number[context], token] - chance) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros"])
+@pytest.mark.parametrize(
+    "drafting, parents",
+    [
+        ("chain", chain(3)),
+        ("paths", paths(2, 2)),
+        ("with_replacement", (-1, 0, 0, 1, 1)),
+        ("without_replacement", (-1, 0, 0, 0, 1, 1)),
+        ("greedy", (-1, 0, 0, 0, 1, 2, 2)),
+    ],
+)
+def test_every_draft_has_the_probability_of_its_drafting_law(drafting, parents, kind):
+    pair = random_pair(3, 3, kind, seeded(41)) if drafting != "chain" else random_pair(3, 4, kind, seeded(41))
+    by_hand = drafts_by_hand(pair, drafting, parents)
+    every = drafts(pair, drafting, parents)
+    found = {}
+    for tokens, chance in zip(every.tree.tokens[:, 1:].tolist(), every.probability.tolist(), strict=True):
+        found[tuple(tokens)] = found.get(tuple(tokens), 0.0) + chance
+    assert found.keys() == by_hand.keys()
+    assert all(abs(found[tokens] - chance) < EXACT for tokens, chance in by_hand.items())
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros", "tied"])
+@pytest.mark.parametrize(
+    "name, plan, coupled, parents",
+    [
+        ("specinfer", "with", False, (-1, 0, 0, 1, 1)),
+        ("kseq", "kseq", False, (-1, 0, 0, 1, 1)),
+        ("rrsw", "without", False, (-1, 0, 0, 0, 1, 1, 3)),
+        ("traversal", "without", True, (-1, 0, 0, 0, 1, 1, 3)),
+        ("greedy_tree", "greedy", False, full_tree(2, 3)),
+        ("univer", "greedy", True, full_tree(2, 3)),
+        ("univer", "greedy", True, (-1, 0, 0, 0, 1, 1, 3, 3)),
+    ],
+)
+def test_a_tree_method_is_its_plan_and_composition_written_out(name, plan, coupled, parents, kind):
+    pair = random_pair(3, max(depths(parents)) + 1, kind, seeded(43))
+    drafting = "with_replacement" if plan in ("with", "kseq") else METHODS[name].drafting
+    every = drafts(pair, drafting, parents)
+    law = METHODS[name].law(every.tree)
+    for index in range(0, len(every.probability), 1 + len(every.probability) // 50):
+        by_hand = tree_by_hand(pair, parents, every.tree.tokens[index].tolist(), plan, coupled)
+        for (node, token), chance in by_hand.items():
+            assert abs(law.stop[index, node] * law.next[index, node, token] - chance) < EXACT
+        assert abs(sum(by_hand.values()) - 1) < EXACT
 
 
 def test_the_mean_length_of_block_verification_is_the_sum_over_prefixes_of_what_both_models_grant():

@@ -133,3 +133,113 @@ def walk_by_hand(pair: Pair, children: dict, shrink: bool) -> dict:
 
     visit((), 1.0)
     return out
+
+
+def drafts_by_hand(pair: Pair, drafting: str, parents: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """{tokens of nodes 1..N-1: probability}, one draw after the other."""
+    found = defaultdict(float)
+
+    def extend(tokens, chance):
+        node = len(tokens) + 1
+        if node == len(parents):
+            found[tokens] += chance
+            return
+        context, parent = (), parents[node]
+        while parent > 0:
+            context = (tokens[parent - 1], *context)
+            parent = parents[parent]
+        q = row(pair.draft, context) if -1 not in context else [0.0] * pair.draft.shape[1]
+        siblings = [other for other in range(1, len(parents)) if parents[other] == parents[node]]
+        if drafting in ("without_replacement", "greedy"):
+            q = norm(
+                [0.0 if x in [tokens[other - 1] for other in siblings if other < node] else m for x, m in enumerate(q)]
+            )
+        if drafting == "greedy" and node != siblings[-1] and sum(q):
+            q = [float(x == q.index(max(q))) for x in range(len(q))]
+        if not sum(q):
+            extend((*tokens, -1), chance)
+        for token, mass in enumerate(q):
+            if mass:
+                extend((*tokens, token), chance * mass)
+
+    extend((), 1.0)
+    return found
+
+
+def plan_by_hand(kind: str, p: list[float], q: list[float], a: float, tokens: list[int]):
+    """(P, r, null) of one node, as ALGORITHMS 3.1 to 3.3 write them."""
+    if kind == "greedy":
+        fixed, sampled = [token for token in tokens[:-1] if token >= 0], tokens[-1]
+        s = norm([0.0 if x in fixed else m for x, m in enumerate(q)])
+        if sampled < 0:
+            return (
+                [a * p[u] if u >= 0 else 0.0 for u in tokens],
+                [0 if x in fixed else a * m for x, m in enumerate(p)],
+                1 - a,
+            )
+        last = min(1.0, a * p[sampled] / s[sampled])
+        rest = residual(p, s, a)
+        size = 1 - a + sum(rest)
+        c = (1 - last) / size if size else 0.0
+        given = [rest[u] * c if u >= 0 else 0.0 for u in tokens[:-1]]
+        return [*given, last], [0 if x in (*fixed, sampled) else m * c for x, m in enumerate(rest)], (1 - a) * c
+    if kind == "kseq":
+        count, low, high = len(tokens), 1.0, float(len(tokens))
+        for _ in range(200):
+            rho = (low + high) / 2
+            # c <= rho b, both subtracted from 1: near the root of equal rows they round to the same number
+            missed = sum(residual(q, [x / rho for x in p]))
+            low, high = (low, rho) if sum(residual(p, [rho * y for y in q])) <= missed**count else (rho, high)
+        beta = sum(min(x / high, y) for x, y in zip(p, q, strict=True))
+        share = (1 - (1 - beta) ** count) / beta if beta else 0.0
+        given, reach = [], 1.0
+        for u in tokens:
+            accept = min(1.0, p[u] / (high * q[u]))
+            given.append(reach * accept)
+            reach *= 1 - accept
+        rest = norm([max(x - min(x / high, y) * share, 0.0) for x, y in zip(p, q, strict=True)])
+        return given, [reach * m for m in rest], 0.0
+    t, null, s, reach, given = [a * x for x in p], 1 - a, list(q), 1.0, []
+    for u in tokens:
+        if u < 0 or s[u] == 0:
+            given.append(0.0)
+            continue
+        accept = min(1.0, t[u] / s[u])
+        given.append(reach * accept)
+        reach *= 1 - accept
+        rest = residual(t, s)
+        size = sum(rest) + null
+        t, null = [m / size if size else 0.0 for m in rest], null / size if size else 0.0
+        if kind == "without":
+            s = norm([0.0 if x == u else m for x, m in enumerate(s)])
+    return given, [reach * m for m in t], reach * null
+
+
+def tree_by_hand(pair: Pair, parents: tuple[int, ...], tokens: list[int], kind: str, coupled: bool) -> dict:
+    """{(node, token): probability}: down by P, or the first node to fire in post-order."""
+    children = [[child for child in range(1, len(parents)) if parents[child] == node] for node in range(len(parents))]
+    out, silence = defaultdict(float), [1.0]
+
+    def visit(node, context, mass):
+        p = row(pair.target, context)
+        present = [child for child in children[node] if tokens[child] >= 0]
+        if not present:
+            emit(node, p, mass if coupled else 1.0, 1 - mass if coupled else 0.0, mass)
+            return
+        drawn = [tokens[child] for child in children[node]]
+        given, rest, null = plan_by_hand(kind, p, row(pair.draft, context), mass if coupled else 1.0, drawn)
+        before = 0.0
+        for child, share in zip(children[node], given, strict=True):
+            if share:
+                visit(child, (*context, tokens[child]), share / (1 - before) if coupled else mass * share)
+            before += share
+        emit(node, rest, sum(rest), null, mass)
+
+    def emit(node, rest, size, null, mass):
+        fire = (size / (size + null) if size + null else 0.0) * silence[0] if coupled else mass * size
+        for token, share in enumerate(norm(rest)):
+            out[node, token] += fire * share
+        silence[0] -= fire if coupled else 0.0
+
+    visit(0, (), 1.0)
+    return out
