@@ -48,6 +48,9 @@ MISTAKES = {
     "a duplicate is taken for a second draw without replacement": [
         ("plans", "proposal = torch.where(tokens == token, 0, proposal)", "pass"),
     ],
+    "a duplicate is not accepted but still takes the draft's row from the residual": [
+        ("plans", "present = (token[..., 0] >= 0) & (proposal[..., child] > 0)", "present = token[..., 0] >= 0"),
+    ],
     "null is not renormalised with the residual": [
         ("plans", "alpha, null = quotient(alpha, size), quotient(null, size)", "alpha = quotient(alpha, size)"),
     ],
