@@ -19,6 +19,7 @@ def decode_command(
     draft_length: int = 5,
     branches: Branches = None,
     trunk: int = 0,
+    drafting: str | None = None,
     relax_leaf: bool = False,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     max_new_tokens: int = 128,
@@ -44,6 +45,7 @@ def decode_command(
         branches: number of paths, or children of a node (one number, or one for each depth), where a tree is verified;
             auto lets gbv choose before each step.
         trunk: single drafted tokens before a tree's first branching.
+        drafting: chain, paths, with_replacement, without_replacement or greedy, where a method is exact for several.
         relax_leaf: run the draft on the last drafted token too and relax there.
         sampling: temperature, top_k, top_p, min_p of both models.
         max_new_tokens: tokens the text may have.
@@ -67,8 +69,8 @@ def decode_command(
     stream = _Stream(pair.tokenizer, tuple(stop))
     (completion,) = decode(
         pair, [tokens], method=method, relaxation=relaxation, draft_length=draft_length, branches=branches, trunk=trunk,
-        relax_leaf=relax_leaf, sampling=sampling, max_new_tokens=max_new_tokens, stop=tuple(stop), seeds=[seed],
-        on_step=stream,
+        drafting=drafting, relax_leaf=relax_leaf, sampling=sampling, max_new_tokens=max_new_tokens, stop=tuple(stop),
+        seeds=[seed], on_step=stream,
     )  # fmt: skip
     stream.finish(completion)
     print(statistics(completion), file=sys.stderr)

@@ -31,6 +31,7 @@ def decode(
     draft_length: int = 5,
     branches: Branches = None,
     trunk: int = 0,
+    drafting: str | None = None,
     relax_leaf: bool = False,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     max_new_tokens: int = 128,
@@ -47,6 +48,7 @@ def decode(
     draft_length:   tokens on a drafted path.
     branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; branches `auto` lets gbv choose
                     1 to 4 paths before each step.
+    drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
@@ -56,7 +58,7 @@ def decode(
     seeds = list(range(len(prompts))) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"`seeds` must hold one seed for each of {len(prompts)} prompts, got {len(seeds)}")
-    engine = Engine(pair, method, relaxation, draft_length, branches, trunk, relax_leaf, sampling)
+    engine = Engine(pair, method, relaxation, draft_length, branches, trunk, drafting, relax_leaf, sampling)
     done: list[Completion] = []
     for first in range(0, len(prompts), batch):
         chosen = range(first, min(first + batch, len(prompts)))
@@ -87,6 +89,7 @@ class Engine:
         draft_length: int = 5,
         branches: Branches = None,
         trunk: int = 0,
+        drafting: str | None = None,
         relax_leaf: bool = False,
         sampling: Sampling | None = None,
     ):
@@ -100,7 +103,9 @@ class Engine:
             self.law, self.shapes = methods.method("token").unchecked, {1: Topology("chain", (-1,), (0, 1))}
         else:
             chosen = methods.method(method)
-            self.law, self.shapes = chosen.unchecked, _shapes(method, chosen.drafting, draft_length, branches, trunk)
+            drafting = drafting or chosen.drafting
+            chosen.require(drafting)
+            self.law, self.shapes = chosen.unchecked, _shapes(method, drafting, draft_length, branches, trunk)
         self.shape, self.trunk = self.shapes[max(self.shapes)], trunk
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden)

@@ -166,7 +166,6 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    quiet()
     tokenizers = [load_tokenizer(name, trust_remote_code) for name in (target, draft)]
     _same_tokenizer(*tokenizers, target, draft)
     modules = [load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
@@ -242,6 +241,7 @@ def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remot
 
 def _loaded(name: str, kind: str, auto, **keywords):
     """`auto.from_pretrained(name)` with one sentence for everything that can be wrong with the name."""
+    quiet()
     where, extra = _split(name)
     looks_local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
     if looks_local and not Path(where).exists():

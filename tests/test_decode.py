@@ -187,6 +187,7 @@ def test_stop_strings_are_found_across_tokens_and_cut_off():
         ({"method": "univer", "branches": 4, "draft_length": 8}, "more than 512 nodes"),
         ({"method": "gbv", "branches": [3, 2, 1, 1, 1]}, "paths branch once"),
         ({"method": "gbv", "branches": 100}, "at most 64 paths"),
+        ({"method": "univer", "drafting": "without_replacement"}, "another pair would change the law of the text"),
         ({"method": "univer", "branches": "auto"}, "chooses the number of paths of gbv"),
         ({"seeds": [1, 2, 3]}, "`seeds` must hold one seed for each of 1 prompts"),
     ],
