@@ -18,7 +18,7 @@ demo: .venv/.stamp
 	$(BIN)/diversed run --config quickstart --out runs/quickstart
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: .venv/.stamp
 	$(BIN)/ruff check .

@@ -84,9 +84,10 @@ def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str])
 
 def _publish(bundle: str, results: Path) -> None:
     """The measured figures go on the bundle's card."""
+    from .eval.speed import summarise
     from .export.bundle import add_frontier
 
-    add_frontier(bundle, results)
+    add_frontier(bundle, summarise(results))
 
 
 def _chosen(values: dict, parser, file: str) -> dict:

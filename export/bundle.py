@@ -94,12 +94,10 @@ def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> 
     return folder
 
 
-def add_frontier(folder: str | Path, results: str | Path) -> None:
-    """Write the measured figures of `results` (results.jsonl of `diversed eval`) into a bundle's card and README."""
-    from ..eval.speed import summarise
-
+def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Write measured figures, rows of `eval.speed.summarise`, into a bundle's card and README."""
     bundle = load_bundle(folder)
-    _write_card(bundle.folder, with_frontier(bundle.card, summarise(results)))
+    _write_card(bundle.folder, with_frontier(bundle.card, rows))
 
 
 def _write_card(folder: Path, card: dict[str, Any]) -> None:

@@ -34,7 +34,9 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
     last.bias.data += bias
     write_bundle(out, head, make_card(head, training, draft_length, bias))
     if results:
-        add_frontier(out, results)
+        from ..eval.speed import summarise
+
+        add_frontier(out, summarise(results))
     print(f"bundle written to {out}: load it with --relaxation {out}")
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diversed.eval.speed import summarise
 from diversed.export.bundle import add_frontier, load_bundle
 from diversed.export.command import export
 from diversed.runtime.sampling import Sampling
@@ -185,7 +186,7 @@ def test_measured_figures_reach_the_card_and_the_readme(bundle, tmp_path):
     ]
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
     assert "Not measured yet" in (bundle / "README.md").read_text()
-    add_frontier(bundle, tmp_path / "results.jsonl")
+    add_frontier(bundle, summarise(tmp_path / "results.jsonl"))
     exact, learned = load_bundle(bundle).card["frontier"]
     assert (exact["score"], learned["score"], learned["relaxation"]) == (0.9, 0.8, "runs/bundle;bias=1")
     assert learned["difference"] == pytest.approx(-0.1) and learned["tokens_per_call"] == 3
