@@ -31,13 +31,13 @@ from . import sums
 SPECIAL = ("<pad>", "<s>", "</s>")
 SHAPES = {
     "target": {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4},
-    "draft": {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4},
+    "draft": {"num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6},
 }
 BATCH = 16  # problems a step
 WORDING = 0.2  # weight of a wording token in the loss, a working token has 1
-INITIAL = 0.05  # standard deviation of the first weights; with 0.02 six layers of 128 start far more slowly
-RATE = {"target": 2e-3, "draft": 3e-3}
-STEPS = {"target": 2000, "draft": 2400}
+INITIAL = {"target": 0.05, "draft": 0.02}  # standard deviation of the first weights
+RATE = {"target": 2e-3, "draft": 5e-3}
+STEPS = {"target": 2500, "draft": 4500}
 SEEDS = {"target": 1, "draft": 2}
 STATIC = (0.1, 0.2, 0.3, 0.5)
 ROWS, LONGEST = 250, 100  # texts sampled at once, and tokens in the longest of them
@@ -100,7 +100,7 @@ def train(which: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> tuple[L
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=INITIAL,
+        initializer_range=INITIAL[which],
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -175,6 +175,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """Weights as float16 (half the size; load them as float32 on a CPU), the tokenizer and the training record."""
     model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a wheel keeps the mode
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -278,11 +279,15 @@ class _Run:
 
 def describe(pair: Pair, out: Path) -> dict:
     """What the two models are and how each was trained."""
-    sizes = {name: sum(weight.numel() for weight in getattr(pair, name).module.parameters()) for name in SHAPES}
-    records = {name: json.loads((out / name / "training.json").read_text()) for name in SHAPES}
-    models_ = {name: {"shape": SHAPES[name], "parameters": sizes[name], "training": records[name]} for name in SHAPES}
+    found = {}
+    for name in SHAPES:
+        module = getattr(pair, name).module
+        shape = {key: getattr(module.config, key) for key in SHAPES[name]}
+        training = json.loads((out / name / "training.json").read_text())
+        parameters = sum(weight.numel() for weight in module.parameters())
+        found[name] = {"shape": shape, "parameters": parameters, "training": training}
     size = sum(path.stat().st_size for name in SHAPES for path in (out / name).iterdir())
-    return models_ | {"vocabulary": pair.vocab, "bytes": size, "skew": sums.SKEW}
+    return found | {"vocabulary": pair.vocab, "bytes": size, "skew": sums.SKEW}
 
 
 def _versions() -> dict:

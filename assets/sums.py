@@ -18,6 +18,7 @@ Validation and test questions use sentence frames and names that training never 
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import dataclass
@@ -71,71 +72,67 @@ SECOND = {
 HEADS = "Ba Da Fe Ga Ja Ka Li Mo Na Pe Ro Su Ti Vo Wi Ze".split()
 TAILS = "ba di fo ka la mi no pu ra si ta vu".split()
 
-# One tuple of frames for each part of a question: start, first event, second event, the question itself.
+
+def _frames(before: str, core: str, after: str) -> tuple[str, ...]:
+    """Every sentence of one phrase from each of three lists, separated by |; the first letter becomes a capital."""
+    parts = itertools.product(before.split("|"), core.split("|"), after.split("|"))
+    sentences = (" ".join(filter(None, part)) + "." for part in parts)
+    return tuple(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+# Frames of the start, the first event, the second event and the question itself. Many lengths, so that no number can be
+# found by its distance; every word of a held-out frame occurs in training, no held-out sentence does.
 TRAIN_FRAMES = (
-    (
-        "{n} had {a} {i}.",
-        "{n} owned {a} {i}.",
-        "{n} kept {a} {i} at home.",
-        "{n} started with {a} {i}.",
-        "In the morning {n} had {a} {i}.",
-        "A box of {n} held {a} {i}.",
-        "At first {n} had {a} {i} in a bag.",
-        "There were {a} {i} on the table of {n}.",
+    _frames(
+        "|in the morning|at first|on Monday morning",
+        "{n} had {a} {i}|{n} owned {a} {i}|{n} kept {a} {i}|{n} started with {a} {i}|a box of {n} held {a} {i}",
+        "|at home|in a bag|on the table",
     ),
-    (
-        "Yesterday {p} {v} {b} {i}.",
-        "On Monday {p} {v} {b}.",
-        "At school {p} {v} {b} of the {i}.",
-        "In the garden {p} {v} {b}.",
-        "With a friend {p} {v} {b} {i}.",
-        "After lunch {p} {v} {b}.",
-        "First {p} {v} {b} {i} in town.",
-        "Last week {p} {v} {b} at the market.",
+    _frames(
+        "yesterday|on Monday|at school|in the garden|with a friend|after lunch|first|last week|on the way home",
+        "{p} {v} {b}|{p} {v} {b} {i}|{p} {v} {b} of the {i}",
+        "|in town|at the market",
     ),
-    (
-        "Today {p} {v} {d}.",
-        "Now {p} {v} {d} {i}.",
-        "At night {p} {v} {d} of the {i}.",
-        "Before dinner {p} {v} {d}.",
-        "Then {p} {v} {d} {i} at home.",
-        "Later {p} {v} {d} in the park.",
-        "This evening {p} {v} {d}.",
-        "Next {p} {v} {d} {i} with a friend.",
+    _frames(
+        "today|now|at night|before dinner|then|later|this evening|next|the next morning|in the end",
+        "{p} {v} {d}|{p} {v} {d} {i}",
+        "|at home|in the park|with a friend",
     ),
     (
         "How many {i} does {n} have now?",
         "How many {i} are there at the end?",
-        "What is the number of {i} now?",
-        "Count the {i} of {n}.",
+        "How many {i} does {p} have in the end?",
+        "How many {i} are on the table of {n} now?",
         "How many {i} is that?",
+        "What is the number of {i} now?",
+        "What is the number of {i} at the end of the evening?",
+        "What is the number of {i} that {p} has?",
+        "Count the {i} of {n}.",
+        "Count the {i} that {n} has now.",
+        "Count the {i}.",
         "Find the number of {i} that {p} has.",
+        "Find the number of {i} of {n} at the end.",
     ),
 )
 HELD_OUT_FRAMES = (
-    (
-        "In a bag {n} kept {a} {i}.",
-        "{n} started the morning with {a} {i}.",
-        "At home {n} had {a} {i}.",
-        "There were {a} {i} in a box of {n}.",
+    _frames("|at home|last morning", "{n} held {a} {i}|{n} kept {a} {i}|{n} owned {a} {i}", "in the garden")
+    + _frames("at home|last morning|in town", "{n} had {a} {i}|{n} started with {a} {i}", ""),
+    _frames(
+        "after school|at the market|last Monday|in town|on Monday evening",
+        "{p} {v} {b}|{p} {v} {b} {i}|{p} {v} {b} of the {i}",
+        "|with a friend",
     ),
-    (
-        "After school {p} {v} {b} {i}.",
-        "At the market {p} {v} {b}.",
-        "Last Monday {p} {v} {b} of the {i}.",
-        "In town {p} {v} {b} {i} with a friend.",
-    ),
-    (
-        "This night {p} {v} {d}.",
-        "Today at home {p} {v} {d} {i}.",
-        "Later in the evening {p} {v} {d}.",
-        "Then at the park {p} {v} {d} of the {i}.",
+    _frames(
+        "this night|today at night|later in the evening|at the end|next week",
+        "{p} {v} {d}|{p} {v} {d} {i}",
+        "|at the market|on the way",
     ),
     (
         "How many {i} does {n} have at the end?",
-        "Find the number of {i}.",
-        "What is the number of {i} that {n} has now?",
         "How many {i} are there now?",
+        "What is the number of {i} that {n} has now?",
+        "Count the {i} that {p} has at home.",
+        "Find the number of {i}.",
     ),
 )
 
