@@ -19,15 +19,20 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .traces import MANIFEST, read_manifest, read_shard, sha256
 
 # Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
-PADDING = {"target_prob": 1.0, "draft_prob": 1.0, "tv": 0.0, "weight": 0.5, "features": 0.0, "hidden": 0.0}
-SCALARS = ("target_prob", "draft_prob", "tv", "weight", "features")
+PADDING = {
+    "target_prob": 1.0, "draft_prob": 1.0, "tv": 0.0, "weight": 0.5, "substituted": False, "features": 0.0,
+    "hidden": 0.0,
+}  # fmt: skip
+PER_TEXT = ("reward", "advantage", "base")
+SCALARS = ("target_prob", "draft_prob", "tv", "weight", "substituted", "features")
 
 
 class Texts(Dataset):
     """The texts of one or several folders of traces.
 
-    Item i is a dict of target_prob, draft_prob, tv, weight [T], features [T, 12], hidden [T, H] float16 (if asked for),
-    reward and advantage []. The advantage is the reward minus the mean reward of the prompt's texts in the same folder.
+    Item i is a dict of target_prob, draft_prob, tv, weight, substituted [T], features [T, 12], hidden [T, H] float16
+    (if asked for), reward, advantage and base []. The advantage is the reward minus the mean reward of the prompt's
+    texts in the same folder; the base is what the target's own text of that prompt is expected to earn.
     """
 
     def __init__(self, folders: list[str], hidden: bool):
@@ -54,6 +59,8 @@ class Texts(Dataset):
         self._columns = {name: torch.cat(parts) for name, parts in columns.items()}
         self.prompt, self.length, self.reward = (self._columns[name] for name in ("prompt", "length", "reward"))
         self.advantage = advantage(self.reward, self._columns["group"])
+        starts = self._columns["start"]
+        self.base = base(self.reward, self.prompt, untouched(self._columns["substituted"], starts, self.length))
 
     def __len__(self) -> int:
         return len(self.length)
@@ -64,7 +71,7 @@ class Texts(Dataset):
         if self._hidden:
             file, first = self._where[index]
             item["hidden"] = self._open(file).get_slice("hidden")[first : first + length]
-        return item | {"reward": self.reward[index], "advantage": self.advantage[index]}
+        return item | {name: getattr(self, name)[index] for name in PER_TEXT}
 
     def _open(self, file: Path):
         """A shard's file, opened once and mapped into memory."""
@@ -82,7 +89,7 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         if name in items[0]
     }
     batch["mask"] = torch.arange(int(length.max())) < length[:, None]
-    return batch | {name: torch.stack([item[name] for item in items]) for name in ("reward", "advantage")}
+    return batch | {name: torch.stack([item[name] for item in items]) for name in PER_TEXT}
 
 
 class Order(Sampler):
@@ -196,6 +203,24 @@ def advantage(reward: Tensor, group: Tensor) -> Tensor:
     count = torch.bincount(index).to(reward.dtype)
     mean = torch.zeros_like(count).index_add(0, index, reward) / count
     return reward - mean[index]
+
+
+def untouched(substituted: Tensor, start: Tensor, length: Tensor) -> Tensor:
+    """[S] bool: the texts without a substitution, which are the target's own; substituted [X], start and length [S]."""
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), substituted.long().cumsum(0)])
+    return total[start + length] == total[start]
+
+
+def base(reward: Tensor, prompt: Tensor, own: Tensor, prior: float = 2.0) -> Tensor:
+    """[S] mean reward of the prompt's `own` texts, drawn towards the mean of all such texts as if by `prior` of them.
+
+    reward, prompt, own: [S]. Where no text is the target's own, the best reward stands for the mean.
+    """
+    overall = reward[own].mean() if own.any() else reward.max()
+    _, index = torch.unique(prompt, return_inverse=True)
+    count = torch.full((int(index.max()) + 1,), prior).index_add(0, index, own.to(reward.dtype))
+    total = torch.full_like(count, prior * float(overall)).index_add(0, index, reward * own)
+    return (total / count)[index]
 
 
 def held_out(prompts: int, share: float, seed: int) -> Tensor:

@@ -8,8 +8,15 @@ import itertools
 
 import pytest
 import torch
-from diversed.data.module import advantage
-from diversed.train.objectives import acceptance, blend_logprob, over_positions, policy_gradient, reinforce
+from diversed.data.module import advantage, base, untouched
+from diversed.train.objectives import (
+    acceptance,
+    attribution,
+    blend_logprob,
+    over_positions,
+    policy_gradient,
+    reinforce,
+)
 
 EXACT = dict(rtol=0, atol=1e-12)
 TEXTS = [(0,), (1, 0), (1, 1, 0), (1, 1, 1)]
@@ -154,3 +161,56 @@ def test_advantages_of_a_group_sum_to_zero_and_groups_do_not_mix():
     reward = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=torch.float64)
     result = advantage(reward, torch.tensor([4, 9, 4, 9]))
     torch.testing.assert_close(result, torch.tensor([0.5, -1.0, -0.5, 1.0], dtype=torch.float64), **EXACT)
+
+
+def test_attribution_finds_the_harm_of_each_kind_of_substitution():
+    """With every text's expected reward in place of its draw the likelihood is greatest at the true harms, to 1e-6.
+
+    Two kinds of position, harms .02 and 1.5; texts with every combination of up to three substitutions of each kind.
+    """
+    counts = torch.cartesian_prod(torch.arange(4), torch.arange(4)).double()
+    base = torch.full((16,), 0.9, dtype=torch.float64)
+    truth = torch.tensor([0.02, 1.5], dtype=torch.float64)
+    success = base * torch.exp(-counts @ truth)
+    logit = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    kind = torch.arange(6) % 2
+    substituted = torch.arange(6) // 2 < counts.long()[:, kind]
+    trace = {"mask": torch.ones(16, 6, dtype=torch.bool), "substituted": substituted, "base": base}
+    optimiser = torch.optim.LBFGS([logit], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16)
+
+    def closure():
+        optimiser.zero_grad()
+        # the mean over texts of the likelihood is linear in each text's reward: one text of each outcome, weighted
+        terms = []
+        for text in range(16):
+            one = {name: value[text : text + 1] for name, value in trace.items()}
+            for reward, share in ((1.0, success[text]), (0.0, 1 - success[text])):
+                outcome = {**one, "reward": torch.tensor([reward], dtype=torch.float64)}
+                terms.append(share * attribution(logit[kind][None], outcome))
+        loss = torch.stack(terms).sum()
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    torch.testing.assert_close(torch.exp(-logit.detach()), truth, atol=1e-6, rtol=1e-5)
+
+
+def test_attribution_of_a_graded_reward_is_least_squares_on_what_was_lost():
+    trace = {
+        "mask": torch.tensor([[True, True, False]]), "substituted": torch.tensor([[True, False, True]]),
+        "base": torch.tensor([-1.0]), "reward": torch.tensor([-1.5]),
+    }  # fmt: skip
+    logit = torch.tensor([[0.5, 3.0, 3.0]])
+    expected = (-1.5 + 1.0 + torch.exp(torch.tensor(-0.5))) ** 2
+    torch.testing.assert_close(attribution(logit, trace), expected)
+    assert attribution(logit, {**trace, "substituted": torch.zeros(1, 3, dtype=torch.bool)}) == 0.25
+
+
+def test_the_base_of_a_prompt_is_its_own_untouched_texts_drawn_towards_all_of_them():
+    substituted = torch.tensor([0, 0, 1, 0, 0, 1, 0], dtype=torch.bool)
+    own = untouched(substituted, torch.tensor([0, 2, 4, 5]), torch.tensor([2, 2, 1, 2]))
+    assert own.tolist() == [True, False, True, False]
+    reward, prompt = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([3, 3, 5, 5])
+    # all untouched texts: mean 1/2, which counts as two texts beside the prompt's own one
+    torch.testing.assert_close(base(reward, prompt, own), torch.tensor([2 / 3, 2 / 3, 1 / 3, 1 / 3]))
+    assert base(reward, prompt, torch.zeros(4, dtype=torch.bool)).tolist() == [1, 1, 1, 1]

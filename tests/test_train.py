@@ -95,10 +95,10 @@ def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any
     data.setup()
     model = VerifierModule("logits")
     batch = next(iter(data.train_dataloader()))
-    assert torch.equal(model(batch), torch.full_like(batch["tv"], 0.5))
+    assert torch.equal(torch.sigmoid(model(batch)), torch.full_like(batch["tv"], 0.5))
     model.start_from(*data.sample_inputs())
     # float32 logit and sigmoid of 0.2
-    torch.testing.assert_close(model(batch), torch.full_like(batch["tv"], 0.2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.sigmoid(model(batch)), torch.full_like(batch["tv"], 0.2), rtol=0, atol=1e-6)
 
 
 def test_inputs_are_standardised_by_the_training_texts(traces):

@@ -90,6 +90,7 @@ def train(
     lambda_: float = 1.0,
     ratio_clip: float = 0.2,
     acceptance: str = "mean",
+    objective: str = "reinforce",
     seed: int = 0,
     threads: int = 1,
 ) -> Path:
@@ -110,6 +111,7 @@ def train(
         lambda_: weight of the acceptance term beside the reward.
         ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
         acceptance: mean or sum of step acceptance over a text's positions.
+        objective: reinforce, the paper's, or attribution, ours.
         seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
         threads: CPU threads; the same number gives the same head.
     """
@@ -117,7 +119,9 @@ def train(
         data = TraceModule(traces, batch, validation, seed, hidden=features != "logits")
         seed_everything(seed, verbose=False)
         sizes = (data.draft_hidden, data.target_hidden)
-        model = VerifierModule(features, *sizes, width, lr, warmup_steps, weight_decay, lambda_, ratio_clip, acceptance)
+        model = VerifierModule(
+            features, *sizes, width, lr, warmup_steps, weight_decay, lambda_, ratio_clip, acceptance, objective
+        )
         trainer = _trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
         return _fit(trainer, model, data, out, seed, threads)
 

@@ -10,14 +10,14 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 
 from ..verifier.head import WeightHead
-from .objectives import acceptance, blend_logprob, over_positions, reinforce, substitution
+from .objectives import acceptance, attribution, blend_logprob, over_positions, reinforce, substitution
 
 BINS = 20  # of the weight histogram, equal widths over [0, 1]
 FINE = 1000  # bins from which the quantiles of the weight are read
 
 
 class VerifierModule(LightningModule):
-    """A gate and the paper's objective for it.
+    """A gate and an objective for it.
 
     Args:
         features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the two rows) or both.
@@ -29,6 +29,7 @@ class VerifierModule(LightningModule):
         weight_decay: of AdamW.
         lambda_: weight of the acceptance term beside the reward; larger is faster and further from the target.
         ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        objective: reinforce (the paper's), or attribution (ours: what a substitution costs, by maximum likelihood).
         acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which rewards long texts.
     """
 
@@ -44,6 +45,7 @@ class VerifierModule(LightningModule):
         lambda_: float = 1.0,
         ratio_clip: float = 0.2,
         acceptance: Literal["mean", "sum"] = "mean",
+        objective: Literal["reinforce", "attribution"] = "reinforce",
     ):
         settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         _refuse_bad(settings)
@@ -56,31 +58,35 @@ class VerifierModule(LightningModule):
         self._sums: dict[str, dict[str, Tensor]] = {}
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """The draft's share [B, T] at every position of a batch."""
-        return torch.sigmoid(self.head(batch["features"], batch.get("hidden")))
+        """The gate's logit [B, T] at every position of a batch."""
+        return self.head(batch["features"], batch.get("hidden"))
 
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
-        """Standardise the gate's inputs and start at the traces' own mean weight, where the ratios v_new / v_old are 1.
+        """Standardise the gate's inputs and choose its first constant output.
+
+        REINFORCE starts at the traces' own mean weight, where the ratios v_new / v_old are 1; attribution at a harm of
+        exp(-1), from where a few substitutions a text explain some failures.
 
         features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training texts.
         """
         self.head.standardise(features, hidden)
         last = self.head.net[-1] if self.head.width else self.head.net
         with torch.no_grad():
-            last.bias.fill_(torch.logit(weight.mean().clamp(0.01, 0.99)))
+            reinforced = self.settings["objective"] == "reinforce"
+            last.bias.fill_(torch.logit(weight.mean().clamp(0.01, 0.99)) if reinforced else 1.0)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        weight = self(batch)
-        loss = self._loss(weight, batch)
-        self._count("train", batch, weight.detach(), loss.detach())
+        logit = self(batch)
+        weight, loss = torch.sigmoid(logit.detach()), self._loss(logit, batch)
+        self._count("train", batch, weight, loss.detach())
         self.log(
-            "step_acceptance", over_positions(acceptance(weight.detach(), batch["tv"]), batch["mask"]), prog_bar=True
+            "step_acceptance", over_positions(acceptance(weight, batch["tv"]), batch["mask"]), prog_bar=True
         )
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        weight = self(batch)
-        self._count("held_out", batch, weight, self._loss(weight, batch))
+        logit = self(batch)
+        self._count("held_out", batch, torch.sigmoid(logit), self._loss(logit, batch))
 
     def on_train_epoch_start(self) -> None:
         self._sums = {}
@@ -112,10 +118,12 @@ class VerifierModule(LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, warmup))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _loss(self, weight: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The objective; another one is another function of (weight, batch) in objectives.py, chosen here."""
+    def _loss(self, logit: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The objective; another one is another function of (logit, batch) in objectives.py, chosen here."""
+        if self.settings["objective"] == "attribution":
+            return attribution(logit, batch)
         return reinforce(
-            weight,
+            torch.sigmoid(logit),
             batch,
             lambda_=self.settings["lambda_"],
             ratio_clip=self.settings["ratio_clip"],
@@ -192,5 +200,7 @@ def _refuse_bad(settings: dict) -> None:
             raise ValueError(f"`{name}` must be a number of at least {low}, got {settings[name]}")
     if not math.isfinite(settings["lambda_"]):
         raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
+    if settings["objective"] not in ("reinforce", "attribution"):
+        raise ValueError(f"`objective` must be reinforce or attribution, got {settings['objective']!r}")
     if settings["acceptance"] not in ("mean", "sum"):
         raise ValueError(f"`acceptance` must be mean or sum, got {settings['acceptance']!r}")

@@ -10,7 +10,13 @@ so no row over the vocabulary is needed and the cost of a step does not depend o
 the mean reward of the prompt's texts as baseline; for texts of an older gate the ratio v_new / v_old of every token is
 clipped as in PPO (arXiv 1707.06347). The second term is differentiated directly, with the texts held fixed.
 
-An objective is a function (weight, trace, settings) -> loss; another one stands beside `reinforce`.
+`attribution` (ours) needs no policy gradient. Texts are sampled from the maximal coupling of target and blend, so each
+is the target's own but for a recorded list of *substitutions*, and its reward says what they cost. The gate's logit is
+read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = base exp(-sum of h over substitutions),
+a graded one as base minus that sum. Relaxing a position by w gains w TV acceptance and costs w TV h in expectation, so
+under any exchange rate the best gate is a threshold on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
+
+An objective is a function (output of the gate, trace, settings) -> loss.
 `trace` is a batch of B texts padded to T positions, with `mask` [B, T] bool, True at the text's positions. The position
 that chose the end-of-text token is one of them: ending a text is a decision like any other.
 """
@@ -58,6 +64,20 @@ def over_positions(value: Tensor, mask: Tensor, how: str = "mean") -> Tensor:
     """
     total = torch.where(mask, value, 0).sum(1)
     return (total / mask.sum(1) if how == "mean" else total).mean()
+
+
+def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
+    """Minus the mean log-likelihood of the rewards where all are 0 or 1, else their mean squared error.
+
+    logit: [B, T] of the gate; exp(-logit) is the harm of a substitution there.
+    trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text of that prompt earns.
+    """
+    harm = torch.where(trace["mask"] & trace["substituted"], (-logit).clamp(-20, 5).exp(), 0).sum(1)
+    reward, base = trace["reward"], trace["base"]
+    if not ((reward == 0) | (reward == 1)).all():
+        return (reward - base + harm).square().mean()
+    success = base.clamp(TINY, 1 - 1e-6).log() - harm
+    return -torch.where(reward == 1, success, torch.log(-torch.expm1(success))).mean()
 
 
 def reinforce(
