@@ -108,7 +108,9 @@ def _write_card(folder: Path, card: dict[str, Any]) -> None:
         os.replace(temporary, folder / name)
 
 
-def read_card(folder: Path) -> dict[str, Any]:
+def read_card(folder: str | Path) -> dict[str, Any]:
+    """card.json of a bundle, with the entries that every use needs."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"bundle {folder} is not a folder; `diversed export` writes one")
     if missing := [name for name in FILES[:3] if not (folder / name).is_file()]:
@@ -125,6 +127,10 @@ def read_card(folder: Path) -> dict[str, Any]:
         raise ValueError(f"bundle {folder} has format {version!r}, this version reads {FORMAT}; export it again")
     if missing := [key for key in ("models", "head", "sampling") if not isinstance(card.get(key), dict)]:
         raise ValueError(f"{folder / 'card.json'} lacks {', '.join(missing)}; export the bundle again")
+    for role in ("target", "draft"):
+        model = card["models"].get(role)
+        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+            raise ValueError(f"{folder / 'card.json'} does not name the {role} model; export the bundle again")
     return card
 
 
@@ -199,7 +205,7 @@ def _misfit(card: dict[str, Any], role: str, model: Any) -> str | None:
     """What is wrong with using `model` in this role, saying what was expected and what came; None if it fits."""
     if model is None:
         return None
-    expected = card["models"].get(role, {})
+    expected = card["models"][role]
     came = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
     if all(expected.get(key) == came[key] for key in ("hash", "hidden_size")):
         return None

@@ -9,6 +9,7 @@ import torch
 from diversed.eval.speed import summarise
 from diversed.export.bundle import add_frontier, load_bundle
 from diversed.export.command import export
+from diversed.runtime.command import _models
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from safetensors.torch import load_file, save_file
@@ -104,6 +105,12 @@ def test_other_sampling_warns_in_one_sentence_and_the_same_is_silent(bundle):
         load_bundle(bundle, target, draft, sampling=Sampling())
 
 
+def test_decoding_with_a_bundle_takes_the_models_that_its_card_names(bundle):
+    assert _models(None, None, f"{bundle};bias=-1") == ("some/target", "some/draft")
+    assert _models("mine", None, str(bundle)) == ("mine", "some/draft")
+    assert _models(None, None, "ensemble:0.3") == ("sums-target", "sums-draft")
+
+
 def test_the_stored_example_catches_a_head_that_changed(bundle):
     tensors = load_file(bundle / "head.safetensors")
     name = next(name for name in tensors if name.endswith("weight"))
@@ -126,6 +133,10 @@ def test_damaged_bundles_are_refused_in_a_sentence(bundle):
     (bundle / "example.safetensors").write_bytes(whole)
     with pytest.raises(ValueError, match="but card.json describes"):
         load_bundle(bundle)
+    for models in ({}, {"target": TARGET}, {"target": TARGET, "draft": None}, {"target": TARGET, "draft": {"name": 3}}):
+        change(bundle, models=models)
+        with pytest.raises(ValueError, match="card.json does not name the (target|draft) model"):
+            load_bundle(bundle)
     change(bundle, format=99)
     with pytest.raises(ValueError, match="format 99, this version reads 1"):
         load_bundle(bundle)
