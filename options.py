@@ -119,12 +119,26 @@ def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
             following += 1
         if kind is bool and "=" not in word and not following:
             word = f"{word}=true"
-        elif get_origin(kind) in (list, tuple) and following and not words[0].startswith("["):
-            inner = get_args(kind)[0]
+        elif (inner := _item(kind, words[:following])) and not words[0].startswith("["):
             items = [item if inner is str else get_loader("yaml")(item) for item in words[:following]]
             word, words = f"{word}={json.dumps(items)}", words[following:]
+        elif following == 1 and words[0].startswith("-"):
+            # argparse takes a bare -1e-3 for an option
+            word = f"{word}={words.pop(0)}"
         spelled.append(word)
     return spelled
+
+
+def _item(kind: Any, values: list[str]) -> Any:
+    """The type of an item where `values` are the items of a list, None where they are not."""
+    kinds = [inner for inner in get_args(kind) if inner is not NoneType] if _is_union(kind) else [kind]
+    lists = [inner for inner in kinds if get_origin(inner) in (list, tuple)]
+    bare = _is_union(kind) and (values == ["null"] or (len(values) == 1 and len(kinds) > 1))
+    return get_args(lists[0])[0] if lists and values and not bare else None
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
 
 
 def _kind(parser: ArgumentParser, option: str, name: str) -> Any:
@@ -151,7 +165,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     lonely = re.search(r"argument (--\S+): expected one argument", message)
     if lonely:
         return f"`{lonely[1].rstrip(',')}` needs a value"
-    typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)', message)
+    typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value:(.*)', message)
     action = parser._option_string_actions.get(f"--{typed[1]}") if typed else None
     kind = getattr(action, "_typehint", None)
     if kind is None:
@@ -162,7 +176,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     if unknown and names:
         key = unknown[1] or unknown[2]
         return f"`{typed[1]}.{key}` is not an option of `diversed {name}`{settings.nearest(f'{typed[1]}.{key}', names)}"
-    return f"`{typed[1]}` must be {describe(kind)}, got {typed[2]}"
+    return f"`{typed[1]}` must be {describe(kind)}, got {typed[2].strip() or 'nothing'}"
 
 
 def describe(kind: Any) -> str:
@@ -170,7 +184,7 @@ def describe(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
-    if origin in (Union, UnionType):
+    if _is_union(kind):
         return " or ".join(describe(item) for item in inner)
     if origin in (list, tuple):
         return f"a list, each item {describe(inner[0])}"

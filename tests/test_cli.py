@@ -44,6 +44,8 @@ def probe(
     seeds: list[int] = [0],  # noqa: B006
     stop: tuple[str, ...] = (),
     limit: int | None = None,
+    stops: tuple[str, ...] | None = None,
+    branches: int | list[int] | None = None,
     lr: float = 0.1,
     hidden: bool = False,
     seed: int = 0,
@@ -146,6 +148,26 @@ def test_a_list_needs_no_brackets():
     assert given("gather", "--target", "a", "--methods", "[gbv, univer]")["methods"] == ["gbv", "univer"]
 
 
+@pytest.mark.parametrize(
+    "option, words, value",
+    [
+        ("stops", ["a"], ("a",)),
+        ("stops", ["1", "b"], ("1", "b")),
+        ("stops", ["null"], None),
+        ("branches", ["3"], 3),
+        ("branches", ["3", "2"], [3, 2]),
+        ("branches", ["null"], None),
+    ],
+)
+def test_an_optional_list_needs_no_brackets_and_stays_optional(option, words, value):
+    assert given("gather", "--target", "a", f"--{option}", *words)[option] == value
+
+
+def test_a_value_may_begin_with_a_minus():
+    assert given("gather", "--target", "-a", "--lr", "-1e-3", "--seeds", "-1")["lr"] == -1e-3
+    assert calls[-1]["target"] == "-a" and calls[-1]["seeds"] == [-1]
+
+
 def test_a_command_that_returns_false_exits_with_one(monkeypatch):
     monkeypatch.setattr(sys.modules["diversed.probe_command"], "probe", lambda: False)
     assert cli.main(["gather"]) == 1
@@ -225,6 +247,7 @@ def test_a_file_without_a_suffix_is_found_too(tmp_path, monkeypatch):
         (["--features", "all"], "`features` must be one of hidden, logits, got all"),
         (["--sampling.temperature", "warm"], "`sampling.temperature` must be a number, got warm"),
         (["--sampling.temperature", -1], "`temperature` must not be negative, got -1.0"),
+        (["--lr", ""], "`lr` must be a number, got nothing"),
         (["--hidden", "maybe"], "`hidden` must be true or false, got maybe"),
     ],
 )
