@@ -13,6 +13,7 @@ import inspect
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 
@@ -36,6 +37,7 @@ USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 def main(args: list[str] | None = None) -> int:
     """Run one command and return the exit code; `args` are the words after `diversed`."""
     args = sys.argv[1:] if args is None else args
+    written_before, warnings.formatwarning = warnings.formatwarning, _note
     try:
         return dispatch(args)
     except KeyboardInterrupt:
@@ -55,6 +57,8 @@ def main(args: list[str] | None = None) -> int:
             raise
         print(f"diversed{_command(args)}: {sentence(error)}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = written_before
 
 
 def dispatch(args: list[str]) -> int:
@@ -109,7 +113,7 @@ def overview() -> str:
 
 def sentence(error: BaseException) -> str:
     """An error as one line for the person at the keyboard."""
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and error.name:
         extra = "diversed[gguf]" if error.name == "gguf" else str(error.name)
         return f"the package `{error.name}` is not installed; pip install '{extra}'"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -118,6 +122,11 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the operating system says'}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _note(message: Warning | str, *where: object) -> str:
+    """A warning as a line for the person at the keyboard, without the place in the code that gave it."""
+    return f"note: {' '.join(str(message).split())}\n"
 
 
 def _interrupted(args: list[str]) -> int:

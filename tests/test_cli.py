@@ -5,6 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -314,12 +315,24 @@ def test_an_unknown_configuration_is_answered_with_the_nearest(refused):
             OSError(errno.ENOSPC, "No space left on device", "shard.safetensors"),
             "disk full at shard.safetensors; nothing finished is lost: free some space and run the same command again",
         ),
+        (ModuleNotFoundError("no TPU here"), "no TPU here"),
         (ModuleNotFoundError("gone", name="gguf"), "the package `gguf` is not installed; pip install 'diversed[gguf]'"),
     ],
 )
 def test_an_error_of_the_user_is_one_sentence(refused, monkeypatch, error, sentence):
     monkeypatch.setattr(sys.modules["diversed.probe_command"], "probe", _raising(error))
     assert refused("gather") == f"diversed gather: {sentence}"
+
+
+def test_a_warning_is_one_line_without_the_code_that_gave_it(monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys.modules["diversed.probe_command"],
+        "probe",
+        lambda: sys.stderr.write(warnings.formatwarning("3 rows\nare used", UserWarning, __file__, 1)) and None,
+    )
+    before = warnings.formatwarning
+    assert cli.main(["gather"]) == 0 and capsys.readouterr().err == "note: 3 rows are used\n"
+    assert warnings.formatwarning is before
 
 
 def test_a_traceback_is_there_for_who_asks(monkeypatch):
