@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COLDEST = 1e-6  # below it logits of a size that models give would overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -29,8 +31,9 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
+        t = self.temperature
         for name, good, expected in (
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("temperature", t == 0 or COLDEST <= t < float("inf"), f"0 or a finite number of at least {COLDEST:g}"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or a positive count"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),

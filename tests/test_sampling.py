@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from diversed.runtime.drafting import children, topology
-from diversed.runtime.sampling import Sampling, probabilities
+from diversed.runtime.sampling import COLDEST, Sampling, probabilities
 from diversed.runtime.uniforms import uniforms
 from diversed.verifier.law import inverse_cdf
 from hypothesis import given
@@ -31,12 +31,17 @@ def test_temperature_zero_is_one_hot_at_the_lowest_of_the_most_likely_tokens():
     assert rows.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
-@given(st.floats(0, 3), st.integers(0, 9), st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 1000))
+@given(st.just(0) | st.floats(COLDEST, 3), st.integers(0, 9), st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 1000))
 def test_rows_sum_to_one_and_keep_the_most_likely_token(temperature, top_k, top_p, min_p, seed):
     logits = 5 * torch.randn(3, 9, generator=torch.Generator().manual_seed(seed))
     rows = probabilities(logits, Sampling(temperature, top_k, top_p, min_p))
     torch.testing.assert_close(rows.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     assert (rows.gather(-1, logits.argmax(-1, keepdim=True)) > 0).all()
+
+
+def test_the_coldest_temperature_is_finite_for_any_logits_of_models():
+    rows = probabilities(torch.tensor([[1e4, -1e4, 0.0]]), Sampling(temperature=COLDEST))
+    assert rows.tolist() == [[1, 0, 0]]
 
 
 def test_forbidden_tokens_stay_forbidden_and_half_precision_is_computed_in_float32():
@@ -45,7 +50,9 @@ def test_forbidden_tokens_stay_forbidden_and_half_precision_is_computed_in_float
     assert probabilities(logits.half()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"min_p": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": 1e-45}, {"top_p": 0.0}, {"top_k": -2}, {"min_p": 1.5}]
+)
 def test_sampling_refuses_numbers_out_of_range(bad):
     with pytest.raises(ValueError, match=f"sampling.{next(iter(bad))}"):
         Sampling(**bad)
