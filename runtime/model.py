@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .cache import PackedCache, attention_layers
@@ -254,7 +255,8 @@ def _loaded(name: str, kind: str, auto, **keywords):
         raise ValueError(
             f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}"
         ) from error
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        # Damaged folders end in any of these: JSON, a config of the wrong shape, tensors of the wrong size or cut off.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
 

@@ -90,6 +90,9 @@ def test_pairs_that_cannot_work_are_refused_with_the_reason(tmp_path):
     seven, nine = save(tmp_path / "a", 7), save(tmp_path / "b", 9)
     empty = tmp_path / "empty"
     empty.mkdir()
+    cut, listed = save(tmp_path / "cut", 7), save(tmp_path / "listed", 7)
+    (tmp_path / "cut/model.safetensors").write_bytes((tmp_path / "cut/model.safetensors").read_bytes()[:100])
+    (tmp_path / "listed/config.json").write_text("[]")
     for target, draft, options, sentence in (
         (
             seven,
@@ -99,6 +102,8 @@ def test_pairs_that_cannot_work_are_refused_with_the_reason(tmp_path):
         ),
         (seven, str(tmp_path / "none"), {}, "the folder does not exist"),
         (seven, str(empty), {}, "no tokenizer could be loaded from"),
+        (cut, seven, {}, "no model could be loaded from '.*cut': Error while deserializing header"),
+        (seven, listed, {}, "no tokenizer could be loaded from '.*listed'"),
         (str(tmp_path / "x.gguf"), seven, {}, "the file does not exist"),
         (seven, seven, {"dtype": "int3"}, "`dtype` must be one of auto, float32"),
         (seven, seven, {"device": "cuda:77"}, "`device` 'cuda:77' cannot be used on this machine"),
