@@ -18,6 +18,7 @@ import torch
 
 from ..runtime.completion import cut
 from ..runtime.gate import load_gate
+from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import Pair, load_pair
 from ..runtime.sampler import Sample, Sampler
 from ..runtime.sampling import Sampling
@@ -28,6 +29,8 @@ from .scores import mean_log_probability
 from .tasks import DataOptions, Task, load_task
 from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
 
+# A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
+MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
 LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
 
 
@@ -82,10 +85,13 @@ def gather(
         num_shards: number of processes that share this work; by default from the launcher's environment, else 1.
         shard_index: which of them this one is.
     """
-    for name, value in (("prompts", prompts), ("samples", samples), ("unit", unit), ("threads", threads)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    within(1, prompts=prompts, unit=unit, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+    within(1, MOST_THREADS, threads=threads)
+    within(1, MOST_SAMPLES, samples=samples)
+    within(0, MOST_SEED, seed=seed)
+    within(0, store_logits=store_logits)
     num_shards, shard_index = worker(num_shards, shard_index)
+    parsed = parse(relaxation)
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)
     loaded = load_task(task, split=split, limit=prompts, seed=seed, data=data)
@@ -99,7 +105,6 @@ def gather(
         "max_new_tokens": new_tokens, "hidden": hidden, "store_logits": store_logits, "dtype": str(pair.target.dtype),
         "device": str(pair.target.device), "threads": threads, "versions": versions(),
     }  # fmt: skip
-    parsed = parse(relaxation)
     sampler = Sampler(
         pair, parsed, load_gate(parsed, pair, sampling), sampling, new_tokens, loaded.stop, hidden, store_logits
     )
@@ -115,6 +120,7 @@ def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:
             if size in os.environ and rank in os.environ:
                 num_shards, shard_index = int(os.environ[size]), int(os.environ[rank])
                 break
+    within(1, num_shards=num_shards)
     num_shards, shard_index = num_shards or 1, shard_index or 0
     if not 0 <= shard_index < num_shards:
         raise ValueError(

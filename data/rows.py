@@ -136,7 +136,8 @@ def _text(path: Path) -> str:
 def _parsed(text: str, path: Path, line: int | None = None):
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # Besides what is not JSON: a number of more digits than Python reads, brackets deeper than its stack.
         line = line or getattr(error, "lineno", 1)
-        reason = getattr(error, "msg", "nested too deeply")
+        reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
         raise ValueError(f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}") from None

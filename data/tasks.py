@@ -14,6 +14,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
+from ..runtime.limits import within
 from .layouts import Blank, Layout, choose, nearest
 from .prompts import Example, encode, fill
 from .recipes import TASKS, DataOptions, Recipe, recipe_for
@@ -80,8 +81,8 @@ def load_task(
     recipe = recipe_for(name, options)
     if split not in SPLITS:
         raise ValueError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be at least 1 or left out, got {limit}")
+    within(1, limit=limit)
+    within(0, seed=seed)
     load = _sums if name == "sums" else partial(_rows, name)
     examples, source = load(recipe, options, split, limit, seed)
     return Task(name, examples, recipe.stop, recipe.max_new_tokens, recipe.score, options.chat, source)

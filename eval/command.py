@@ -23,6 +23,7 @@ from ..data.lock import exclusive
 from ..data.tasks import DataOptions, Task, load_task
 from ..data.traces import sha256
 from ..runtime.decode import Engine, check_prompts
+from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
@@ -81,12 +82,9 @@ def evaluate(
         threads: CPU threads; tokens/s depends on it.
         trust_remote_code: run model code that comes with a checkpoint.
     """
-    numbers = {"prompts": prompts, "draft_length": draft_length, "batch": batch, "threads": threads}
-    if max_new_tokens is not None:
-        numbers["max_new_tokens"] = max_new_tokens
-    if bad := {name: value for name, value in numbers.items() if value < 1}:
-        name, value = next(iter(bad.items()))
-        raise ValueError(f"`{name}` must be at least 1, got {value}")
+    within(1, prompts=prompts, draft_length=draft_length, batch=batch, max_new_tokens=max_new_tokens)
+    within(1, max_prompt_tokens=max_prompt_tokens)
+    within(1, MOST_THREADS, threads=threads)
     cells = _cells(methods, relaxations, seeds)
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)

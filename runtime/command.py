@@ -6,6 +6,7 @@ import sys
 
 from .completion import Completion, cut
 from .drafting import Branches
+from .limits import MOST_THREADS, SEEDS, within
 from .sampling import Sampling
 
 
@@ -62,6 +63,9 @@ def decode_command(
     from .decode import decode
     from .model import load_pair
 
+    within(1, MOST_THREADS, threads=threads)
+    within(1, max_new_tokens=max_new_tokens)
+    within(*SEEDS, seed=seed)
     torch.set_num_threads(threads)
     target, draft = _models(target, draft, relaxation)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)
@@ -103,6 +107,10 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("`prompt` must be UTF-8, got other bytes; convert it, for example with iconv") from None
     if not chat:
         tokens = tokenizer(text).input_ids
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens

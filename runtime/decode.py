@@ -14,8 +14,9 @@ from ..verifier import methods
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
 from .completion import Completion, cut
-from .drafting import Branches, Topology, default_branches, topology
+from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .gate import load_gate
+from .limits import SEEDS, within
 from .model import Pair
 from .sampling import Sampling
 
@@ -56,6 +57,11 @@ def decode(
     on_step:        called with (index of the prompt, its new tokens) as they are committed.
     """
     seeds = list(range(len(prompts))) if seeds is None else seeds
+    within(1, max_new_tokens=max_new_tokens, batch=batch)
+    for seed in seeds:
+        within(*SEEDS, seeds=seed)
+    if isinstance(stop, str) or not all(stop):
+        raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
     if len(seeds) != len(prompts):
         raise ValueError(f"`seeds` must hold one seed for each of {len(prompts)} prompts, got {len(seeds)}")
     engine = Engine(pair, method, relaxation, draft_length, branches, trunk, drafting, relax_leaf, sampling)
@@ -70,6 +76,7 @@ def decode(
 
 def _shapes(method: str, drafting: str, draft_length: int, branches: Branches, trunk: int) -> dict[int, Topology]:
     """The trees that a step may grow, by their number of branches; more than one only for `auto`."""
+    within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
     if branches != "auto":
         branches = default_branches(drafting, draft_length) if branches is None else branches
         return {1: topology(drafting, draft_length, branches, trunk)}

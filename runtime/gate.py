@@ -41,7 +41,7 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
     if ":" in relaxation.source and "/" not in relaxation.source:
         if relaxation.bias:
             raise ValueError(f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave it out")
-        return Gate(_named(relaxation.source)(pair.tokenizer))
+        return Gate(_made(relaxation.source, pair.tokenizer))
     from ..export.bundle import load_bundle
 
     head = load_bundle(relaxation.source, pair.target, pair.draft, sampling).head.to(pair.target.device)
@@ -49,11 +49,15 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
     return Gate(lambda draft, target, hidden: head.weight(draft, target, hidden, bias), head.needs_hidden)
 
 
-def _named(source: str) -> Callable:
+def _made(source: str, tokenizer) -> Callable:
     module, name = source.split(":", 1)
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        gate = getattr(importlib.import_module(module), name)(tokenizer)
+        if not callable(gate):
+            raise TypeError(f"it returned a {type(gate).__name__}")
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"no gate at {source!r}: {error}; give package.module:NAME of a factory gate(tokenizer)"
+            f"no gate at {source!r}: {error}; give package.module:NAME of a factory that takes the tokenizer and "
+            "returns gate(draft, target, hidden)"
         ) from error
+    return gate

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diversed.runtime.command import _encode
 from diversed.runtime.decode import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling
@@ -183,12 +184,23 @@ def test_stop_strings_are_found_across_tokens_and_cut_off():
         ({"method": "blok"}, "did you mean block"),
         ({"method": "plain", "relaxation": "ensemble:0.3"}, "`plain` has no draft"),
         ({"draft_length": 0}, "`draft_length` must be at least 1"),
+        ({"draft_length": 10**12}, "`draft_length` must be at most 512"),
+        ({"method": "gbv", "trunk": -1}, "`trunk` must be at least 0"),
+        ({"method": "gbv", "trunk": 10**12}, "`trunk` must be at most 512"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
+        ({"max_new_tokens": -3}, "`max_new_tokens` must be at least 1"),
+        ({"batch": 0}, "`batch` must be at least 1"),
+        ({"seeds": [1 << 63]}, "`seeds` must be at most 9223372036854775807"),
+        ({"stop": ("",)}, "`stop` must be a list of texts, none empty"),
+        ({"stop": "end"}, "`stop` must be a list of texts"),
         ({"branches": 3}, "verifies one chain"),
         ({"method": "univer", "branches": 4, "draft_length": 8}, "more than 512 nodes"),
         ({"method": "gbv", "branches": [3, 2, 1, 1, 1]}, "paths branch once"),
         ({"method": "gbv", "branches": 100}, "at most 64 paths"),
         ({"method": "univer", "drafting": "without_replacement"}, "another pair would change the law of the text"),
         ({"method": "univer", "branches": "auto"}, "chooses the number of paths of gbv"),
+        ({"relaxation": "math:sqrt"}, "no gate at 'math:sqrt': must be real number"),
+        ({"relaxation": "builtins:repr"}, "no gate at 'builtins:repr': it returned a str"),
         ({"seeds": [1, 2, 3]}, "`seeds` must hold one seed for each of 1 prompts"),
     ],
 )
@@ -197,6 +209,11 @@ def test_bad_input_is_refused_in_one_sentence(change, sentence):
     with pytest.raises(ValueError, match=sentence) as refused:
         decode(tiny_pair(11), **options)
     assert "\n" not in str(refused.value)
+
+
+def test_a_prompt_of_broken_bytes_is_refused_before_the_tokenizer_sees_it():
+    with pytest.raises(ValueError, match="`prompt` must be UTF-8"):
+        _encode(tokenizer(7), "w2 \udcff", chat=False)
 
 
 def test_logits_that_are_not_finite_are_refused_with_the_prompts_number():

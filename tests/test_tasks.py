@@ -330,9 +330,9 @@ def mistake(tmp_path, name="jsonl", content: bytes | None = b'{"prompt": "p"}\n'
     if content is not None:
         path.write_bytes(content)
     split = options.pop("split", "train")
-    limit = options.pop("limit", None)
+    limit, seed = options.pop("limit", None), options.pop("seed", 0)
     with pytest.raises((ValueError, OSError)) as caught:
-        load_task(name, str(path), split, limit, data=DataOptions(**{"whole": True} | options))
+        load_task(name, str(path), split, limit, seed, data=DataOptions(**{"whole": True} | options))
     sentence = str(caught.value)
     assert "\n" not in sentence and len(sentence) < 400
     return sentence
@@ -379,7 +379,9 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": ROW, "stop": ("",)}, ["`data.stop` must be a list of texts, none empty"]),
         ({"content": ROW, "stop": "###"}, ["`data.stop` must be a list of texts"]),
         ({"content": ROW, "max_new_tokens": 0}, ["`data.max_new_tokens` must be at least 1, got 0"]),
-        ({"content": ROW, "limit": 0}, ["`limit` must be at least 1 or left out, got 0"]),
+        ({"content": ROW + b'{"prompt": ' + b"9" * 5000 + b"}"}, ["line 2 of", "must be JSON: Exceeds the limit"]),
+        ({"content": ROW, "seed": -1}, ["`seed` must be at least 0, got -1"]),
+        ({"content": ROW, "limit": 0}, ["`limit` must be at least 1, got 0"]),
         ({"content": ROW, "split": "valdation"}, ["'valdation'; did you mean validation?"]),
         (
             {"content": ROW, "whole": False, "split": "validation"},

@@ -36,6 +36,7 @@ from ..data.files import write_whole
 from ..data.lock import exclusive
 from ..data.module import TraceModule
 from ..data.traces import sha256
+from ..runtime.limits import MOST_THREADS, within
 from .module import VerifierModule
 
 CHECKPOINT = "last.ckpt"
@@ -201,8 +202,7 @@ def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None
 
 def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, seed: int, threads: int) -> Path:
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
-    if threads < 1:
-        raise ValueError(f"`threads` must be at least 1, got {threads}")
+    within(1, MOST_THREADS, threads=threads)
     torch.set_num_threads(threads)
     folder = Path(out)
     first = trainer.global_rank == 0
