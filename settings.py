@@ -53,6 +53,8 @@ def load(path: Path) -> dict:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `key: value` lines, got {type(values).__name__}")
+    if bad := [key for key in values if not isinstance(key, str)]:
+        raise ValueError(f"{path} must have words as keys, got {bad[0]!r}")
     return values
 
 
@@ -65,6 +67,8 @@ def select(values: Mapping, command: str, options: Iterable[str], file: str) -> 
     top = {key: value for key, value in values.items() if not is_section(key, value)}
     known = options | set(SHARED) | set(COMMANDS)
     for key in top:
+        if key in COMMANDS and not _accepts(options, key):
+            raise ValueError(f"section `{key}` of {file} must hold options, one a line, got {top[key]!r}")
         if not _accepts(options, key) and key not in SHARED:
             raise ValueError(f"`{key}` at the top of {file} is not an option{nearest(key, known)}")
     chosen = {key: value for key, value in top.items() if _accepts(options, key)}
@@ -74,6 +78,9 @@ def select(values: Mapping, command: str, options: Iterable[str], file: str) -> 
     for key in flatten(chosen):
         if not _accepts(options, key) and not _inside_leaf(options, key):
             raise ValueError(f"`{key}` {where} is not an option of `diversed {command}`{nearest(key, options)}")
+        inside = sorted(option for option in options if option.startswith(f"{key}."))
+        if inside:
+            raise ValueError(f"`{key}` {where} must hold options such as {inside[0]}, one a line, got no such lines")
     return chosen
 
 
@@ -95,8 +102,7 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
     """Every key of nested mappings, as `sampling.temperature`."""
     keys = []
     for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        keys += flatten(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
+        keys += flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
     return keys
 
 

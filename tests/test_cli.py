@@ -196,6 +196,10 @@ def test_a_command_takes_what_is_shared_and_its_own_section(tmp_path):
     assert chosen["sampling"] == Sampling(0.5, 2) and chosen["methods"] == ["block"]
 
 
+def test_a_group_of_options_may_be_empty(tmp_path):
+    assert given("gather", "--config", config(tmp_path, "target: a\nsampling: {}"))["sampling"] == Sampling()
+
+
 def test_the_command_line_wins_over_the_file_wherever_it_stands(tmp_path):
     path = config(tmp_path, SHARED)
     assert given("gather", "--seed", 4, "--config", path)["seed"] == 4
@@ -273,6 +277,11 @@ def test_a_bad_option_gets_one_sentence(refused, args, sentence):
             "did you mean `sampling.temperature`?",
         ),
         ("target: a\ngather: {limit: few}", "`limit` must be a whole number or null, got few"),
+        ("3: 4", "mine.yaml must have words as keys, got 3"),
+        ("train: [1]", "section `train` of mine.yaml must hold options, one a line, got [1]"),
+        ("gather: 3", "section `gather` of mine.yaml must hold options, one a line, got 3"),
+        ("sampling: 3", "`sampling` in mine.yaml must hold options such as sampling.temperature, one a line"),
+        ("gather: {sampling: [1]}", "`sampling` in section `gather` of mine.yaml must hold options such as"),
         ("- a", "mine.yaml must hold `key: value` lines, got list"),
         ("a: [", "mine.yaml is not YAML: while parsing a flow node"),
     ],
