@@ -23,11 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..verifier.head import FEATURES, KINDS, WeightHead, logit_features
+from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 from .card import FORMAT, model_card, with_frontier
 
 FILES = ("card.json", "head.safetensors", "example.safetensors", "README.md")
-LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the gate: far above every model
 LARGEST_CARD = 16 << 20  # bytes
 # A gate's logit is a float32 sum of up to some ten thousand terms; another machine's order of summation moves it by
 # less than 1e-4 of its size, a changed feature or a wrong tensor by far more than this.

@@ -30,6 +30,7 @@ from pytorch_lightning import LightningModule, Trainer, seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 
 from ..data.files import write_whole
@@ -63,7 +64,7 @@ TRAINER_SETTINGS = (
 
 def main(args: list[str]) -> None:
     """Run `diversed train` with the words of the command line."""
-    with quiet():
+    with quiet(), _sentences():
         cli = _TrainCLI(args)
         _fit(
             cli.trainer,
@@ -187,6 +188,7 @@ def _section(file: Path, options: list[str]) -> dict:
 
 def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None, **options: Any) -> Trainer:
     """A Trainer that keeps its files in `out` and talks in one line an epoch."""
+    within(1, accumulate_grad_batches=options.get("accumulate_grad_batches"))
     plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
     if sys.stdout.isatty() and options.get("enable_progress_bar") is not False:
@@ -363,6 +365,15 @@ def _line(row: dict, epochs: int | None) -> str:
         f"draft's weight {figure['weight_p10']:.2f} / {figure['weight_p50']:.2f} / {figure['weight_p90']:.2f} "
         "(10 / 50 / 90 %)"
     )
+
+
+@contextmanager
+def _sentences():
+    """Lightning's refusals of its own options are for users: ValueError, one sentence."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise ValueError(f"training refuses these options: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor
 
-from ..verifier.head import WeightHead
+from ..runtime.limits import within
+from ..verifier.head import LARGEST_SIZE, WeightHead
 from .objectives import acceptance, attribution, blend_logprob, over_positions, reinforce, substitution
 
 BINS = 20  # of the weight histogram, equal widths over [0, 1]
@@ -198,6 +199,7 @@ def _refuse_bad(settings: dict) -> None:
     for name, low in (("lr", 0), ("weight_decay", 0), ("warmup_steps", 0), ("width", 0), ("ratio_clip", 0)):
         if settings[name] < low or not math.isfinite(settings[name]):
             raise ValueError(f"`{name}` must be a number of at least {low}, got {settings[name]}")
+    within(0, LARGEST_SIZE, width=settings["width"])
     if not math.isfinite(settings["lambda_"]):
         raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
     if settings["objective"] not in ("reinforce", "attribution"):

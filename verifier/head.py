@@ -31,6 +31,7 @@ FEATURES = {
     "draft_at_target_top": "the draft's probability of the target's most likely token",
 }
 
+LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the gate: far above every model
 KINDS = ("hidden", "logits", "both")
 
 
