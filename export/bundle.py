@@ -133,13 +133,19 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     return card
 
 
-def _read_head(folder: Path, card: dict[str, Any]) -> WeightHead:
-    described = card["head"]
+def check_sizes(described: dict[str, Any], path: Path) -> dict[str, int]:
+    """The sizes of a gate that `path` describes; ValueError where no gate has them."""
     sizes = {name: described.get(name) for name in ("draft_hidden", "target_hidden", "width")}
     if bad := {k: v for k, v in sizes.items() if type(v) is not int or not 0 <= v <= LARGEST_SIZE}:
-        raise ValueError(f"{folder / 'card.json'} states sizes that no gate has: {bad}; export the bundle again")
+        raise ValueError(f"{path} states sizes that no gate has: {bad}; write it again")
     if described.get("features") not in KINDS:
-        raise ValueError(f"{folder / 'card.json'}: features must be one of {KINDS}, got {described.get('features')!r}")
+        raise ValueError(f"{path}: features must be one of {KINDS}, got {described.get('features')!r}")
+    return sizes
+
+
+def _read_head(folder: Path, card: dict[str, Any]) -> WeightHead:
+    described = card["head"]
+    sizes = check_sizes(described, folder / "card.json")
     with torch.device("meta"):  # shapes without memory: the file is compared with them before it is read
         head = WeightHead(described["features"], **sizes)
     if head.needs_logits and described.get("feature_names") != list(FEATURES):

@@ -10,8 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..verifier.head import WeightHead
-from .bundle import add_frontier, write_bundle
+from .bundle import add_frontier, check_sizes, write_bundle
 from .card import make_card
+
+LARGEST_BIAS = 1e30  # float32 ends at 3e38
+MANIFEST = ("tokenizer", "vocab", "sampling", "task", "relaxation")
 
 
 def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, results: str | None = None) -> None:
@@ -27,6 +30,8 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
     """
     if draft_length < 1:
         raise ValueError(f"`draft_length` must be at least 1 token, got {draft_length}")
+    if not abs(bias) < LARGEST_BIAS:
+        raise ValueError(f"`bias` must be a finite number, added to a logit, got {bias}")
     run = Path(train)
     training = _read_training(run)
     head = _read_head(run, training["head"])
@@ -44,9 +49,17 @@ def _read_training(run: Path) -> dict[str, Any]:
     if missing := [name for name in ("train.json", "head.safetensors") if not (run / name).is_file()]:
         raise FileNotFoundError(f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run")
     try:
-        return json.loads((run / "train.json").read_text(encoding="utf-8"))
+        training = json.loads((run / "train.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{run / 'train.json'} is not readable json ({error}); train again") from None
+    try:
+        check_sizes(training["head"], run / "train.json")
+        lacking = [key for key in ("target", "draft", *MANIFEST) if key not in training["manifest"]]
+    except (KeyError, TypeError, AttributeError):
+        lacking = ["head", "manifest"]
+    if lacking or "traces_sha256" not in training:
+        raise ValueError(f"{run / 'train.json'} lacks {', '.join(lacking or ['traces_sha256'])}; train again")
+    return training
 
 
 def _read_head(run: Path, described: dict[str, Any]) -> WeightHead:

@@ -173,6 +173,31 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (lambda record: [], "lacks head, manifest"),
+        (lambda record: record | {"head": []}, "lacks head, manifest"),
+        (lambda record: record | {"manifest": {"target": TARGET, "draft": DRAFT}}, "lacks tokenizer, vocab, sampling"),
+        (lambda record: record | {"head": record["head"] | {"width": 10**12}}, "states sizes that no gate has"),
+        (lambda record: record | {"head": record["head"] | {"features": "all"}}, "features must be one of"),
+    ],
+)
+def test_export_names_what_a_damaged_training_record_lacks(tmp_path, damage, sentence):
+    trained(tmp_path / "train")
+    record = json.loads((tmp_path / "train/train.json").read_text())
+    (tmp_path / "train/train.json").write_text(json.dumps(damage(record)))
+    with pytest.raises(ValueError, match=f"train.json:? {sentence}"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("-inf"), 1e39])
+def test_a_bias_that_no_logit_can_take_is_refused(tmp_path, bias):
+    trained(tmp_path / "train")
+    with pytest.raises(ValueError, match="`bias` must be a finite number"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"), bias=bias)
+
+
 def test_export_says_what_is_missing_and_keeps_foreign_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no train.json and no head.safetensors"):
         export(train=str(tmp_path), out=str(tmp_path / "bundle"))
