@@ -53,3 +53,9 @@ def test_an_error_of_one_percent_is_missed_as_rarely_as_stated():
 def test_an_unknown_method_is_named():
     with pytest.raises(ValueError, match="did you mean block"):
         selfcheck("blok")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:77", "meta"])
+def test_a_device_that_cannot_be_used_is_named(device):
+    with pytest.raises(ValueError, match=f"`device` '{device}' cannot be used on this machine"):
+        selfcheck("token", device)

@@ -53,6 +53,11 @@ def selfcheck(method: str = "all", device: str = "cpu", seed: int = 0) -> bool:
     from rich.console import Console
     from rich.table import Table
 
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"`device` {device!r} cannot be used on this machine: {reason}") from error
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
     table = Table(
         "method",
