@@ -37,6 +37,10 @@ def bench(args: list[str]) -> None:
     file = options.pop("json")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise FileNotFoundError(f"`--json` {file}: its folder does not exist")
+    if file is not None and Path(file).is_dir():
+        raise IsADirectoryError(f"`--json` {file or 'nothing'}: give the name of a file")
+    if file is not None and not os.access(Path(file).absolute().parent, os.W_OK):
+        raise PermissionError(f"`--json` {file}: its folder cannot be written to")
     document = record(run(**options))
     print(table(document))
     if file is not None:

@@ -435,6 +435,8 @@ def test_bench_prints_a_table_and_keeps_it(benchmark, tmp_path, capsys):
     "args, sentence",
     [
         (["prob"], "`prob` is not a benchmark; did you mean `probe`?"),
+        (["probe", "--json", "."], "`--json` .: give the name of a file"),
+        (["probe", "--json", ""], "`--json` nothing: give the name of a file"),
         (["probe", "--json", "no/such/a.json"], "`--json` no/such/a.json: its folder does not exist"),
         (["probe", "--bach", "2"], "`--bach` is not an option of `diversed bench probe`; did you mean `--batch`?"),
     ],
