@@ -45,6 +45,7 @@ def run(args: list[str]) -> None:
     default = {"out": f"runs/{file.stem if file else 'run'}"}
     parsed = options.check(parser, words, default | _chosen(values, parser, where), "run")
     plan = vars(parser.instantiate(parsed))
+    _refuse_bad_names(plan["gather"], plan["eval"])
     out = Path(plan["out"])
     train_words = [*train_words, f"--data.traces={out / 'traces'}", f"--out={out / 'train'}"]
     trained = _check_training(train_words, values, where)
@@ -52,6 +53,15 @@ def run(args: list[str]) -> None:
         print(_as_file(parser.dump(parsed), trained), end="")
         return
     _tell(out, plan, stages, [*([f"--config={file}"] if file else []), *train_words])
+
+
+def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
+    """A relaxation or method that does not exist is found before the first stage, not by the stage that needs it."""
+    from .eval.command import every_cell
+    from .verifier.relax import parse
+
+    parse(gather.relaxation)
+    every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds)
 
 
 def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str]) -> None:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+
+
+def read_settings(path: Path) -> dict:
+    """The JSON object in `path`; ValueError with one sentence where it holds something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); choose another --out or delete the folder") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged (it holds no object); choose another --out or delete the folder")
+    return values
 
 
 def write_whole(path: str | Path, data: bytes | str) -> Path:

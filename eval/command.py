@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..data.files import read_settings
 from ..data.lock import exclusive
 from ..data.tasks import DataOptions, Task, load_task
 from ..data.traces import sha256
@@ -85,7 +86,7 @@ def evaluate(
     within(1, prompts=prompts, draft_length=draft_length, batch=batch, max_new_tokens=max_new_tokens)
     within(1, max_prompt_tokens=max_prompt_tokens)
     within(1, MOST_THREADS, threads=threads)
-    cells = _cells(methods, relaxations, seeds)
+    cells = every_cell(methods, relaxations, seeds)
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)
     engines = {
@@ -110,7 +111,7 @@ def evaluate(
         report(folder)
 
 
-def _cells(methods: list[str], relaxations: list[str], seeds: list[int]) -> list[Cell]:
+def every_cell(methods: list[str], relaxations: list[str], seeds: list[int]) -> list[Cell]:
     """Every combination once, in the order given; what is wrong with them is said before any model is loaded."""
     for name, values in (("methods", methods), ("relaxations", relaxations), ("seeds", seeds)):
         if not values:
@@ -143,8 +144,10 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     settings = json.loads(json.dumps(settings))
     if path.is_file():
-        before = json.loads(path.read_text())
-        heads = before.get("heads", {}) | settings["heads"]
+        before = read_settings(path)
+        if not isinstance(before.get("heads"), dict):
+            raise ValueError(f"{path} is damaged (it lists no heads); choose another --out or delete the folder")
+        heads = before["heads"] | settings["heads"]
         for name, value in settings.items():
             old = before.get(name)
             if name == "heads":

@@ -406,6 +406,12 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
     assert refused("run", "--config", "quickstart", "--train.model.lrr", 3) == (
         "diversed run: `--model.lrr` is not an option of `diversed train`; did you mean `--model.lr`?"
     )
+    for words, sentence in (
+        (["--eval.relaxations", "ensemble:7"], "relaxation 'ensemble:7': weight must lie in [0, 1], got 7"),
+        (["--eval.methods", "blok"], "unknown method 'blok'; did you mean block or token?"),
+        (["--gather.relaxation", "nome"], "unknown relaxation 'nome'; did you mean none?"),
+    ):
+        assert refused("run", "--config", "quickstart", *words) == f"diversed run: {sentence}"
 
 
 @pytest.fixture
