@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +31,8 @@ from .files import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MOST_PROMPTS = 1 << 26  # held-out prompts are drawn by a permutation of all
+SHARD = re.compile(r"shard-\d+\.safetensors")
 AGAIN = "delete it and run `diversed gather` again with the same options: only the missing shard is gathered anew"
 
 
@@ -174,8 +177,10 @@ def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANI
     missing = [key for key in MANIFEST_KEYS if key not in manifest]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; delete it and run `diversed gather` again")
+    if not _sound(manifest):
+        raise ValueError(f"{path} is damaged (an entry has another type or size); gather the traces anew")
     for entry in manifest["shards"]:
-        if not {"file", "sha256", "texts", "tokens"} <= set(entry) or Path(entry["file"]).name != entry["file"]:
+        if not SHARD.fullmatch(entry["file"]):
             raise ValueError(
                 f"{path} names a shard {entry!r} that is not a file of this folder; gather the traces anew"
             )
@@ -185,6 +190,21 @@ def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANI
             "run the same `diversed gather` again, it continues where it stopped"
         )
     return manifest
+
+
+def _sound(manifest: dict) -> bool:
+    """Whether the entries that are computed with have their types."""
+    shards, models = manifest["shards"], (manifest["target"], manifest["draft"])
+    return (
+        isinstance(shards, list)
+        and all(isinstance(entry, dict) for entry in shards)
+        and all(isinstance(entry.get(name), str) for entry in shards for name in ("file", "sha256"))
+        and all(type(entry.get(name)) is int for entry in shards for name in ("texts", "tokens"))
+        and all(isinstance(model, dict) and type(model.get("hidden_size")) is int for model in models)
+        and all(type(manifest[name]) is int for name in ("prompts", "vocab"))
+        and bool(shards or not manifest["complete"])
+        and manifest["prompts"] <= MOST_PROMPTS
+    )
 
 
 def read_shard(folder: str | Path, entry: dict, manifest: dict, verify: bool = True) -> Shard:

@@ -122,7 +122,13 @@ def test_a_shard_is_checked_before_it_is_written(tmp_path):
         ({"complete": False}, r"incomplete \(2 shards so far\); run the same `diversed gather` again"),
         ({"format": 2}, "has trace format 2, this version reads format 1"),
         ({"shards": [{"file": "../x", "sha256": "", "texts": 1, "tokens": 1}]}, "not a file of this folder"),
-        ({"shards": [{"file": "x"}]}, "not a file of this folder"),
+        ({"shards": [{"file": "x"}]}, "an entry has another type"),
+        ({"shards": None}, "an entry has another type"),
+        ({"shards": [3]}, "an entry has another type"),
+        ({"shards": []}, "an entry has another type"),
+        ({"target": "x"}, "an entry has another type"),
+        ({"vocab": None}, "an entry has another type"),
+        ({"prompts": 10**12}, "an entry has another type"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_refused(folder, changes, sentence):

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
@@ -247,6 +248,14 @@ def test_a_second_process_on_one_folder_is_refused(traces, tmp_path):
     with exclusive(tmp_path):
         with pytest.raises(OSError, match="is writing to .*; wait until it ends or choose another --out"):
             train(traces=traces, out=str(tmp_path), **SETTINGS)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "\x00"])
+def test_damaged_settings_are_named_with_the_way_out(finished, traces, tmp_path, damage):
+    shutil.copytree(finished, tmp_path / "train")
+    (tmp_path / "train/settings.json").write_text(damage)
+    with pytest.raises(ValueError, match="settings.json is damaged .*choose another --out or delete the folder"):
+        main(["--data.traces", traces, "--out", str(tmp_path / "train")])
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(traces, tmp_path):

@@ -33,7 +33,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 
-from ..data.files import write_whole
+from ..data.files import read_settings, write_whole
 from ..data.lock import exclusive
 from ..data.module import TraceModule
 from ..data.traces import sha256
@@ -255,7 +255,7 @@ def _refuse_other_settings(folder: Path, settings: dict) -> None:
     path = folder / "settings.json"
     if not path.is_file() or not any((folder / name).is_file() for name in (CHECKPOINT, "train.json")):
         return
-    before = json.loads(path.read_text())
+    before = read_settings(path)
     for name, value in settings.items():
         if before.get(name) != value:
             raise ValueError(
