@@ -3,7 +3,7 @@
 A command is a function: its signature gives the options, its docstring their help. It is imported on use, so that
 `diversed --help` needs neither torch nor transformers. A function of a single argument `args` reads its own options.
 
-Exit codes: 0 done, 1 a check failed (the command returned False), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (the command returned False), 2 bad input, 130 interrupted, 141 output unread.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def main(args: list[str] | None = None) -> int:
         # Lightning answers an interrupt with SystemExit.
         if isinstance(stop.__context__, KeyboardInterrupt):
             return _interrupted(args)
+        # Rich answers a broken pipe with SystemExit.
+        if isinstance(stop.__context__, BrokenPipeError):
+            return _unread()
         raise
     except BrokenPipeError:
-        # The reader of a pipe has left (`| head`); without this, Python complains once more while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _unread()
     except USER_ERRORS as error:
         ours = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("diversed")
         if ours or os.environ.get("DIVERSED_DEBUG"):
@@ -122,6 +123,13 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the operating system says'}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _unread() -> int:
+    """The reader of a pipe has left (`| head`): the command has not finished, and says so as other programs do."""
+    # Without this, Python complains once more while it shuts down.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def _note(message: Warning | str, *where: object) -> str:

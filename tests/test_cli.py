@@ -333,6 +333,17 @@ def test_an_error_of_the_user_is_one_sentence(refused, monkeypatch, error, sente
     assert refused("gather") == f"diversed gather: {sentence}"
 
 
+@pytest.mark.parametrize("command", ["['--help']", "['selfcheck', '--method', 'token']"])
+def test_a_command_whose_reader_has_left_is_quiet_and_not_done(command):
+    code = (
+        "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.stdout = open(1, 'w', buffering=1); "
+        "from diversed.verifier import selfcheck; selfcheck.TEXTS = 100; selfcheck.enumerated = lambda *_: (1, 0.0); "
+        f"from diversed import cli; os._exit(cli.main({command}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (141, "")
+
+
 def test_a_warning_is_one_line_without_the_code_that_gave_it(monkeypatch, capsys):
     monkeypatch.setattr(
         sys.modules["diversed.probe_command"],
