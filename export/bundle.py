@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 from .card import FORMAT, model_card, with_frontier
@@ -83,8 +83,10 @@ def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> 
         new = Path(room) / "bundle"
         new.mkdir()
         head = head.to("cpu", torch.float32).eval()
-        save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, new / "head.safetensors")
-        save_file(_example(head), new / "example.safetensors")
+        # Not save_file: it hides a full disk in an error of its own and makes files that only their owner can read.
+        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+        (new / "head.safetensors").write_bytes(save(tensors))
+        (new / "example.safetensors").write_bytes(save(_example(head)))
         _write_card(new, card)
         load_bundle(new)
         if folder.exists():

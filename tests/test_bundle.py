@@ -68,6 +68,10 @@ def test_an_exported_bias_is_the_bias_of_the_loaded_gate(bundle):
     torch.testing.assert_close(before.weight(*rows, hidden, bias=-1.5), after.weight(*rows, hidden), atol=1e-5, rtol=0)
 
 
+def test_who_can_read_the_card_can_read_the_gate(bundle):
+    assert len({path.stat().st_mode for path in bundle.iterdir()}) == 1
+
+
 def test_export_twice_gives_the_same_bytes(bundle):
     before = {path.name: path.read_bytes() for path in bundle.iterdir()}
     export(train=str(bundle.parent / "train"), out=str(bundle), draft_length=7)
