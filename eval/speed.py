@@ -33,6 +33,7 @@ from .quality import bootstrap, paired_bootstrap
 CHUNK_BYTES = 256 << 20  # of one model's float32 rows in memory at a time
 FIELDS = ("method", "relaxation", "seed", "prompt", "score", "tokens", "drafted", "accepted", "target_calls")
 FIELDS += ("positions", "acceptance", "bias", "weight", "target_logprob", "substitutions", "seconds")
+KINDS = {"method": str, "relaxation": str, "tokens": list, "weight": int | float | None, "prompt": int, "seed": int}
 SUMMED = tuple(name for name in FIELDS[6:] if name != "weight")
 
 
@@ -158,16 +159,19 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; `diversed eval` writes it")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
+            missing = [field for field in FIELDS if not isinstance(record[field], KINDS.get(field, int | float))]
+        except KeyError:
             missing = [field for field in FIELDS if field not in record]
         except (ValueError, TypeError):
             record, missing = None, ["everything"]
         if missing:
-            raise ValueError(f"{path}, line {number} is no result: {', '.join(missing)} is missing; delete that line")
+            what = f"{', '.join(missing)} is missing or no figure"
+            raise ValueError(f"{path}, line {number} is no result: {what}; delete that line")
         records.append(record)
     return records
 

@@ -257,6 +257,13 @@ def test_results_that_are_no_results_are_refused_with_their_line(tmp_path):
     path.write_text(json.dumps(record()) + "\nnonsense\n" + json.dumps(record()) + "\n")
     with pytest.raises(ValueError, match="line 2 is no result"):
         read_results(path)
+    for damaged in ({"prompt": [1]}, {"score": "high"}, {"tokens": 3}, {"seconds": None}):
+        path.write_text(json.dumps(record() | damaged) + "\n")
+        with pytest.raises(ValueError, match=f"line 1 is no result: {next(iter(damaged))} is missing or no figure"):
+            read_results(path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match="line 1 is no result"):
+        read_results(path)
     path.write_text(json.dumps(record()) + "\n" + json.dumps(record())[:30])
     assert len(read_results(path)) == 1
 
