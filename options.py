@@ -165,6 +165,9 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     lonely = re.search(r"argument (--\S+): expected one argument", message)
     if lonely:
         return f"`{lonely[1].rstrip(',')}` needs a value"
+    group = re.search(r'Parser key "([^"]+)": Unable to load config', message)
+    if group:
+        return f"`{group[1]}` is a group of options, written --{group[1]}.NAME value; --help lists them"
     typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value:(.*)', message)
     action = parser._option_string_actions.get(f"--{typed[1]}") if typed else None
     kind = getattr(action, "_typehint", None)

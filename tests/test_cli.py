@@ -252,6 +252,7 @@ def test_a_file_without_a_suffix_is_found_too(tmp_path, monkeypatch):
         (["--features", "all"], "`features` must be one of hidden, logits, got all"),
         (["--sampling.temperature", "warm"], "`sampling.temperature` must be a number, got warm"),
         (["--sampling.temperature", -1], "`temperature` must not be negative, got -1.0"),
+        (["--sampling", "3"], "`sampling` is a group of options, written --sampling.NAME value; --help lists them"),
         (["--lr", ""], "`lr` must be a number, got nothing"),
         (["--hidden", "maybe"], "`hidden` must be true or false, got maybe"),
     ],
