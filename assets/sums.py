@@ -190,7 +190,7 @@ class OracleGate:
     """
 
     working: torch.Tensor  # [V] bool
-    threshold: float = 0.05
+    threshold: float = 0.01
 
     def __call__(self, draft: torch.Tensor, target: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0 on working.
@@ -204,7 +204,7 @@ class OracleGate:
         return (mass < self.threshold).to(target.dtype)
 
 
-def oracle(tokenizer, threshold: float = 0.05) -> OracleGate:
+def oracle(tokenizer, threshold: float = 0.01) -> OracleGate:
     """The oracle gate for a tokenizer: `oracle(tokenizer)(draft, target) -> weight`."""
     return OracleGate(is_working(tokenizer), threshold)
 
