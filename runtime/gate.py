@@ -41,12 +41,26 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
     if ":" in relaxation.source and "/" not in relaxation.source:
         if relaxation.bias:
             raise ValueError(f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave it out")
-        return Gate(_made(relaxation.source, pair.tokenizer))
+        return Gate(_checked(_made(relaxation.source, pair.tokenizer), relaxation.source))
     from ..export.bundle import load_bundle
 
     head = load_bundle(relaxation.source, pair.target, pair.draft, sampling).head.to(pair.target.device)
     bias = relaxation.bias or 0.0
     return Gate(lambda draft, target, hidden: head.weight(draft, target, hidden, bias), head.needs_hidden)
+
+
+def _checked(gate: Callable, source: str) -> Callable:
+    """The user's gate, its answers checked: a law is only a law for weights in [0, 1]."""
+
+    def weight(draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
+        found = gate(draft, target, hidden)
+        shape = draft.shape[:-1]
+        if not isinstance(found, Tensor) or found.shape != shape or not bool(((found >= 0) & (found <= 1)).all()):
+            got = f"{list(found.shape)}, {found.min():.3g} to {found.max():.3g}" if isinstance(found, Tensor) else found
+            raise ValueError(f"the gate {source} must return weights {list(shape)} in [0, 1], got {got}")
+        return found
+
+    return weight
 
 
 def _made(source: str, tokenizer) -> Callable:

@@ -1,5 +1,7 @@
 """The loop against the law it must sample from, against transformers, and against itself in other batches."""
 
+import sys
+
 import pytest
 import torch
 from diversed.runtime.command import _encode
@@ -163,6 +165,21 @@ def test_a_gate_sees_rows_and_hidden_states_of_its_own_context():
             if draft[row, node].sum() > 0:
                 torch.testing.assert_close(draft[row, node], small.logits[0, -1].softmax(-1), atol=1e-5, rtol=1e-4)
                 torch.testing.assert_close(hidden[row, node, :16], small.hidden_states[-1][0, -1], atol=1e-4, rtol=1e-4)
+
+
+def nan_gate(tokenizer):
+    return lambda draft, target, hidden: torch.full(draft.shape[:-1], torch.nan)
+
+
+def wide_gate(tokenizer):
+    return lambda draft, target, hidden: torch.full(draft.shape, 0.5)
+
+
+@pytest.mark.parametrize("name", ["nan_gate", "wide_gate"])
+def test_a_gate_that_gives_no_weights_in_zero_to_one_is_refused(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gates", sys.modules[__name__])
+    with pytest.raises(ValueError, match=rf"the gate gates:{name} must return weights \[1, 6\] in \[0, 1\]"):
+        decode(tiny_pair(11), [[2, 3]], relaxation=f"gates:{name}", max_new_tokens=4)
 
 
 def test_stop_strings_are_found_across_tokens_and_cut_off():
