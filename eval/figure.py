@@ -64,6 +64,7 @@ def _draw(axes, rows: list[dict[str, Any]], methods: list[str]) -> list[tuple[fl
     Only the first method that has a kind of points gets their labels: the other methods' lie in the same order.
     """
     labels, named, namers = [], set(), {}
+    bundles = {_family(row, "learned") for row in rows if describe(row["relaxation"])[0] == "learned"}
     for row in sorted(rows, key=lambda row: row["tokens_per_call"]):
         kind = describe(row["relaxation"])[0]
         if kind != "static" or kind not in namers or row["score"] >= namers[kind]["score"]:
@@ -82,6 +83,8 @@ def _draw(axes, rows: list[dict[str, Any]], methods: list[str]) -> list[tuple[fl
                 for row, label in chosen:
                     _draw_point(axes, row, colour, MARKERS[number % len(MARKERS)], small=kind == "static")
                     if kind in fresh or row is namers[kind]:
+                        if kind == "learned" and len(bundles) > 1:
+                            label = ", ".join(filter(None, (Path(family).name.removeprefix("bundle-"), label)))
                         text = _words(kind, label, words, row is namers[kind])
                         labels.append((row["tokens_per_call"], row["score"], text, colour, row is namers[kind]))
         named |= fresh

@@ -24,7 +24,7 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
     settings = json.loads((folder / SETTINGS).read_text())
     console = console or Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=160)
+        console = Console(file=console.file, width=200)
     picture = frontier(rows, folder / FIGURE)
     print_table(rows, settings, console)
     console.print(f"\n{folder / RESULTS}\n{picture}", highlight=False, soft_wrap=True)

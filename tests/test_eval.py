@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,10 +76,8 @@ def test_position_sums_are_those_of_plain_forward_passes(pair, sampling, relaxat
     share = {"none": 0.0, "ensemble:0.3": 0.3, "ensemble:0.3;bias=1": 1 / (1 + 7 / 3 * math.exp(-1))}.get(relaxation)
     weight = gate if share is None else lambda q, p: torch.full_like(q[:, 0], share)
     if share is None:
-        from diversed.runtime import gate as gates
-
-        monkeypatch.setattr(gates, "_named", lambda source: lambda tokenizer: gate)
-        relaxation = "some.module:GATE"
+        monkeypatch.setitem(sys.modules, "gates", SimpleNamespace(make=lambda tokenizer: gate))
+        relaxation = "gates:make"
     got = score_positions(pair, PROMPTS, TEXTS, relaxation, sampling, chunk_bytes=chunk_bytes)
     for prompt, text, sums in zip(PROMPTS, TEXTS, got, strict=True):
         expected = direct(pair, prompt, text, weight, sampling)
