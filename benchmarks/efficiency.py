@@ -7,7 +7,11 @@ every shape of `branches`, and the learned relaxation, where one is given, insid
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from ..data.tasks import DataOptions, load_task
 from ..eval.quality import bootstrap
@@ -61,30 +65,28 @@ def run(
     torch.set_num_threads(threads)
     pair = load_pair(target, draft)
     encoded = _prompts(pair, task, data, prompt, prompts, seed)
-    rows = []
-    for temperature in temperatures:
-        for relaxation in relaxations:
-            found: dict[tuple[str, int], list[float]] = {}
-            for method in methods:
-                for count in [1] if METHODS[method].drafting == "chain" else branches:
-                    if not _fits(method, draft_length, count):
-                        continue
-                    completions = decode(
-                        pair, encoded, method=method, relaxation=relaxation, draft_length=draft_length, branches=count,
-                        sampling=Sampling(temperature), max_new_tokens=max_new_tokens, batch=batch,
-                        seeds=[(seed << 32) + i for i in range(len(encoded))],
-                    )  # fmt: skip
-                    tokens = [len(c.tokens) for c in completions]
-                    calls = [c.target_calls for c in completions]
-                    found[method, count] = per_call = ratio_of_sums(tokens, calls)
-                    case = f"T={temperature:g} {method}" + (
-                        f" {count}x{draft_length}" if count > 1 else f" {draft_length}"
-                    )
-                    rows.append(
-                        {"case": case + (f" {relaxation}" if relaxation != "none" else ""), "unit": "tokens/call"}
-                        | dict(zip(("value", "low", "high"), per_call, strict=True))
-                        | {"vs": _rivals(found, method, count)}
-                    )
+    shapes = [
+        (method, count)
+        for method in methods
+        for count in ([1] if METHODS[method].drafting == "chain" else branches)
+        if _fits(method, draft_length, count)
+    ]
+    cells = list(product(temperatures, relaxations, shapes))
+    rows, found = [], {}
+    for temperature, relaxation, (method, count) in track(cells, "efficiency", console=Console(stderr=True)):
+        completions = decode(
+            pair, encoded, method=method, relaxation=relaxation, draft_length=draft_length, branches=count,
+            sampling=Sampling(temperature), max_new_tokens=max_new_tokens, batch=batch,
+            seeds=[(seed << 32) + i for i in range(len(encoded))],
+        )  # fmt: skip
+        tokens, calls = [len(c.tokens) for c in completions], [c.target_calls for c in completions]
+        where = temperature, relaxation
+        found[*where, method, count] = per_call = ratio_of_sums(tokens, calls)
+        shape = f"{count}x{draft_length}" if count > 1 else draft_length
+        words = [f"T={temperature:g}", method, shape, *([] if relaxation == "none" else [relaxation])]
+        row = {"case": " ".join(map(str, words)), "unit": "tokens/call"}
+        row |= dict(zip(("value", "low", "high"), per_call, strict=True))
+        rows.append(row | {"vs": _rivals(found, where, method, count)})
     return rows
 
 
@@ -99,10 +101,18 @@ def ratio_of_sums(tokens: list[int], calls: list[int], resamples: int = 10_000) 
     return float(ratio), low, high
 
 
-def _rivals(found: dict, method: str, count: int) -> dict[str, float]:
+def _rivals(found: dict, where: tuple, method: str, count: int) -> dict[str, float]:
+    """Ratios to the rival at the same temperature and relaxation, and to the method itself without relaxation."""
+    ratios = {}
     rival = RIVALS.get(method)
-    other = found.get((rival, count)) or found.get((rival, 1))
-    return {rival: found[method, count][0] / other[0]} if other else {}
+    value = found[*where, method, count][0]
+    other = found.get((*where, rival, count)) or found.get((*where, rival, 1))
+    if other:
+        ratios[rival] = value / other[0]
+    exact = found.get((where[0], "none", method, count))
+    if where[1] != "none" and exact:
+        ratios["exact"] = value / exact[0]
+    return ratios
 
 
 def _fits(method: str, draft_length: int, count: int) -> bool:
