@@ -51,6 +51,7 @@ DEFAULTS = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
+FEW_TEXTS = 10  # an importance-weighted mean of fewer effective texts says nothing
 # What changes the result of a run besides the settings of the model and the data.
 TRAINER_SETTINGS = (
     "max_epochs",
@@ -359,9 +360,13 @@ def _write_metrics(path: Path, history: list[dict]) -> None:
 def _line(row: dict, epochs: int | None) -> str:
     part = "held_out" if "held_out_loss" in row else "train"
     figure = {name.removeprefix(f"{part}_"): value for name, value in row.items()}
+    worth = figure["effective_texts"]
+    reward = f"reward {figure['reward_estimate']:.4f} (estimate from {worth:.0f} effective texts)"
+    if worth < FEW_TEXTS:
+        reward = "no estimate of the reward (the gate is far from the one that sampled the traces)"
     return (
-        f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: step acceptance {figure['step_acceptance']:.4f}, "
-        f"reward {figure['reward_estimate']:.4f} (estimate from {figure['effective_texts']:.0f} effective texts), "
+        f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: loss {figure['loss']:.4f}, "
+        f"step acceptance {figure['step_acceptance']:.4f}, {reward}, "
         f"draft's weight {figure['weight_p10']:.2f} / {figure['weight_p50']:.2f} / {figure['weight_p90']:.2f} "
         "(10 / 50 / 90 %)"
     )
