@@ -18,6 +18,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..data.files import write_whole
+
 PACKAGES = ("diversed", "torch", "triton", "transformers", "pytorch-lightning", "numpy")
 
 
@@ -59,9 +61,7 @@ def record(rows: list[dict]) -> dict:
 
 def write(document: dict, file: str | Path) -> None:
     """Write the document whole or not at all."""
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(file)
+    write_whole(file, json.dumps(document, indent=1) + "\n")
 
 
 def table(document: dict) -> str:

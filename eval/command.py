@@ -8,7 +8,6 @@ where it stopped: whole units are kept, a half-written one is done again and giv
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..data.files import read_settings
+from ..data.files import read_settings, write_whole
 from ..data.lock import exclusive
 from ..data.tasks import DataOptions, Task, load_task
 from ..data.traces import sha256
@@ -164,9 +163,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
         settings["heads"] = heads
     elif (folder / RESULTS).exists():
         raise ValueError(f"{folder} holds {RESULTS} but no {SETTINGS}; choose another --out, or delete the folder")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(settings, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(settings, indent=2) + "\n")
 
 
 def _decode_missing(
@@ -210,9 +207,7 @@ def _keep_whole_units(path: Path, units: list[range]) -> set[tuple[Cell, int]]:
     whole = {key for key, prompts in found.items() if key[1] is not None and len(prompts) == sizes[key[1]]}
     text = "".join(json.dumps(record) + "\n" for key, record in zip(keys, records, strict=True) if key in whole)
     if text != path.read_text(encoding="utf-8"):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text)
     return whole
 
 

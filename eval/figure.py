@@ -6,10 +6,12 @@ carry their labels, so nothing has to be looked up in a legend; colours are Okab
 
 from __future__ import annotations
 
-import os
+import io
 import re
 from pathlib import Path
 from typing import Any
+
+from ..data.files import write_whole
 
 KINDS = {  # colour, line style, words at the end of the line
     "exact": ("#000000", "none", "exact decoding"),
@@ -37,10 +39,9 @@ def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = No
     _dress(figure, axes, rows, methods, title)
     _place(figure, axes, labels, rows)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}")
-    figure.savefig(temporary, metadata={"Date": None} if out.suffix == ".svg" else None)
-    os.replace(temporary, out)
-    return out
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=out.suffix[1:], metadata={"Date": None} if out.suffix == ".svg" else None)
+    return write_whole(out, drawn.getvalue())
 
 
 def describe(relaxation: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ..data.files import write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 from .card import FORMAT, model_card, with_frontier
 
@@ -104,9 +105,7 @@ def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
 def _write_card(folder: Path, card: dict[str, Any]) -> None:
     """Write card.json and README.md, each at once."""
     for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
+        write_whole(folder / name, text)
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:
