@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.batch import prefill
+from ..runtime.batch import padded, prefill
 from ..runtime.gate import Gate, load_gate
 from ..runtime.model import Output, Pair
 from ..runtime.sampling import Sampling, probabilities
@@ -77,10 +77,9 @@ def score_positions(
     if not any(completions):
         return [PositionSums(0, 0.0, 0.0, 0.0, 0.0) for _ in prompts]
     texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    first, end = (torch.tensor([len(row) - 1 for row in rows]) for rows in (prompts, texts))
-    tokens = torch.zeros(len(texts), int(end.max()) + 1, dtype=torch.int64)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = torch.tensor(text)
+    first = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    tokens, count = padded(texts)
+    end = count - 1
     sums = torch.zeros(4, len(texts), dtype=torch.float64)
     needs_hidden = bool(gate and gate.needs_hidden)
     for start, draft, target in _passes(pair, tokens[:, :-1], int(first.min()), needs_hidden, chunk_bytes):

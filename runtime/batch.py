@@ -38,16 +38,15 @@ class Batch:
         self.limit, self.stop = new_tokens, stop
         self.device = pair.target.device
         rows = list(prompts.values())
-        longest = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
-        self.length = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+        tokens, count = padded(rows, self.device)
+        self.length = count - 1
         self.draft_length = self.length.clone()
         self.seed = torch.tensor(seeds, device=self.device)
         self.spent = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
         empty = torch.zeros(len(rows), 1, pair.vocab, device=self.device)
         self.before = empty, empty
-        capacity = longest + new_tokens + engine.shape.depth + engine.shape.nodes + 3
+        capacity = tokens.shape[1] + new_tokens + engine.shape.depth + engine.shape.nodes + 3
         self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.shape.depth:
@@ -78,9 +77,9 @@ class Batch:
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
         verdict = draw(engine.law(relaxed), coins[:, :2])
         path = self.shape.paths.to(self.device)[verdict.node]
-        cost = substitutions(tree, relaxed).gather(1, path)
-        share = self._share(tree, relaxed, weight).gather(1, path)
-        emitted = self._record(done, tree, verdict, path, cost, share)
+        cost = substitutions(tree, relaxed)
+        share = self._share(tree, cost, weight)
+        emitted = self._record(done, tree, verdict, path, cost.gather(1, path), share.gather(1, path))
         if len(engine.shapes) > 1:
             self._remember(tree, verdict, path)
         self._commit(tokens, verdict, path)
@@ -195,13 +194,16 @@ class Batch:
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
 
-    def _share(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None) -> Tensor:
-        """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend."""
+    def _share(self, tree: DraftTree, cost: Tensor, weight: Tensor | None) -> Tensor:
+        """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend.
+
+        cost: [B, N] substitutions; a node that a budget left unrelaxed costs nothing.
+        """
         if weight is None:
             constant = self.engine.relaxation.constant
             weight = torch.full_like(tree.target[..., 0], torch.nan if constant is None else constant)
         if self.engine.relaxation.budget is not None:
-            weight = torch.where(substitutions(tree, relaxed) > 0, weight, 0)
+            weight = torch.where(cost > 0, weight, 0)
         return torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
 
     def _record(self, done, tree, verdict, path, cost, share) -> list[list[int]]:
@@ -247,7 +249,7 @@ class Batch:
             step <= accepted.unsqueeze(1),
             base + shape.nodes - 1,
         )
-        run = (self.engine.drafted_depths - 1) if self.engine.drafted_depths else 0
+        run = max(self.engine.drafted_depths - 1, 0)
         in_draft = accepted.clamp_max(run)
         if run:
             real = (step >= 1) & (step <= in_draft.unsqueeze(1))
@@ -267,6 +269,13 @@ class Batch:
     def _move(cache, source: Tensor, destination: Tensor) -> None:
         if not torch.equal(source, destination):
             cache.move(source, destination)
+
+
+def padded(rows: list[list[int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Tokens [B, T] of the rows, padded on the right with 0, and their number [B]."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    return tokens, torch.tensor([len(row) for row in rows], device=device)
 
 
 def prefill(model: Model, tokens: Tensor, cache) -> None:

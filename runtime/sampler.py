@@ -16,7 +16,7 @@ from torch import Tensor
 from ..verifier.head import logit_features
 from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.relax import Relaxation, relax
-from .batch import prefill, refuse_nan
+from .batch import padded, prefill, refuse_nan
 from .completion import stopped
 from .decode import check_prompts
 from .gate import Gate
@@ -57,17 +57,15 @@ class Sampler:
         """`samples` texts for every prompt, prompt by prompt; `seed(prompt, sample)` selects their random numbers."""
         pair, device = self.pair, self.pair.target.device
         check_prompts(pair, prompts, self.max_new_tokens)
-        rows = list(prompts.values())
-        longest = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        repeat = torch.arange(len(rows), device=device).repeat_interleave(samples)
+        tokens, count = padded(list(prompts.values()), device)
+        longest, length = tokens.shape[1], count - 1
+        repeat = torch.arange(len(prompts), device=device).repeat_interleave(samples)
         caches = []
         for model in (pair.target, pair.draft):
             cache = model.cache(longest + self.max_new_tokens)
             prefill(model, tokens[:, :-1], cache)
             cache.select(repeat)
             caches.append(cache)
-        length = torch.tensor([len(row) - 1 for row in rows], device=device)
         state = _Rows(
             names=[index for index in prompts for _ in range(samples)],
             texts=torch.arange(len(repeat), device=device),
@@ -82,7 +80,6 @@ class Sampler:
     def _texts(self, state: _Rows, count: int) -> list[Sample]:
         texts = [Sample() for _ in range(count)]
         steps: list[tuple[list[int], dict[str, Tensor]]] = []
-        alive = list(range(count))
         for position in range(self.max_new_tokens):
             new, columns = self._step(state, position)
             owners, chosen = state.texts.tolist(), new.tolist()

@@ -119,6 +119,8 @@ def relax(
 
 def substitutions(tree: DraftTree, relaxed: DraftTree) -> Tensor:
     """[B, N] expected substitutions of the token that follows each node: TV(target row, relaxed row)."""
+    if relaxed.target is tree.target:  # not relaxed: no pass over the rows is needed to know it
+        return torch.zeros_like(tree.tokens, dtype=torch.float64)
     return _distance(tree.target, relaxed.target)
 
 
