@@ -18,6 +18,7 @@ from ..eval.quality import bootstrap
 from ..runtime.decode import decode
 from ..runtime.drafting import topology
 from ..runtime.model import load_pair
+from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 from ..verifier.methods import METHODS
 
@@ -125,6 +126,6 @@ def _fits(method: str, draft_length: int, count: int) -> bool:
 
 def _prompts(pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int) -> list[list[int]]:
     if prompt is not None:
-        return [pair.tokenizer(prompt).input_ids] * prompts
+        return [prompt_tokens(prompt, pair.tokenizer)] * prompts
     loaded = load_task(task, split="test", limit=prompts, seed=seed, data=data)
     return [loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples]

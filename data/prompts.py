@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from string import Formatter
 
+from ..runtime.prompt import prompt_tokens
+
 PLACES = ("prompt", "article")
 
 
@@ -67,7 +69,7 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
         raise ValueError(f"`data.chat` needs a tokenizer with a chat template, {name} has none; leave data.chat out")
 
     def tokens(kept: int) -> list[int]:
-        return _tokens(example.before + example.article[:kept] + example.after, tokenizer, chat)
+        return prompt_tokens(example.before + example.article[:kept] + example.after, tokenizer, chat)
 
     ids = tokens(len(example.article))
     if len(ids) <= max_prompt_tokens:
@@ -86,17 +88,4 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
             ids, fits = trial, middle
         else:
             too_long = middle
-    return ids
-
-
-def _tokens(text: str, tokenizer, chat: bool) -> list[int]:
-    if chat:
-        turn = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    # The template writes the special tokens itself. verbose=False: too long is no news here.
-    ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
-    if not chat and ids and ids[-1] == tokenizer.eos_token_id:
-        # An end-of-text that the tokenizer adds would end the text before it begins; one in the text itself stays.
-        plain = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return ids[:-1] if ids[len(ids) - 1 - len(plain) : -1] == plain else ids
     return ids

@@ -7,6 +7,7 @@ import sys
 from .completion import Completion, cut
 from .drafting import Branches
 from .limits import MOST_THREADS, SEEDS, within
+from .prompt import prompt_tokens
 from .sampling import Sampling
 
 
@@ -111,13 +112,9 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("`prompt` must be UTF-8, got other bytes; convert it, for example with iconv") from None
-    if not chat:
-        tokens = tokenizer(text).input_ids
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-    if not tokenizer.chat_template:
+    if chat and not tokenizer.chat_template:
         raise ValueError("`chat` needs a tokenizer with a chat template, and this one has none; leave `chat` out")
-    message = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return prompt_tokens(text, tokenizer, chat)
 
 
 class _Stream:
