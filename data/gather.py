@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -213,7 +214,7 @@ class _Gathering:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
         bar = Progress(*columns, console=console) if console.is_terminal else nullcontext()
-        began, tokens = _now(), 0
+        began, tokens = time.perf_counter(), 0
         with bar:
             step = (
                 bar.add_task("gather", total=len(self.units), completed=len(self.entries))
@@ -225,12 +226,13 @@ class _Gathering:
                 self.entries[unit] = write_shard(self.out, unit, shard)
                 self._write(complete=False)
                 tokens += shard.tokens
-                rate = f"{tokens / (_now() - began):,.0f} tokens/s"
+                rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
                 if step is not None:
                     bar.update(step, advance=1, description=f"gather {rate}")
                 else:
                     print(f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True)
-        print(f"gathered {tokens} tokens in {_now() - began:.1f} s, {rate} (sampled tokens, the end token included)")
+        seconds = time.perf_counter() - began
+        print(f"gathered {tokens} tokens in {seconds:.1f} s, {rate} (sampled tokens, the end token included)")
 
     def _unit(self, unit: int) -> Shard:
         """Sample and score one unit of prompts."""
@@ -287,9 +289,3 @@ def _room(pair: Pair, new_tokens: int) -> int:
             f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of {room + new_tokens}; lower it"
         )
     return room
-
-
-def _now() -> float:
-    import time
-
-    return time.perf_counter()

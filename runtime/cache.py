@@ -67,8 +67,7 @@ class PackedCache(Cache):
         if self.positions is None:
             self.positions = positions.new_zeros(len(positions), self.capacity)
         end = start + positions.shape[1]
-        if end > self.capacity:
-            raise AssertionError(f"cache of {self.capacity} slots was asked for {end}")
+        assert end <= self.capacity, f"cache of {self.capacity} slots was asked for {end}"
         for layer in self.layers:
             layer.start = start
         self.positions[:, start:end] = positions
