@@ -22,6 +22,7 @@ from ..data.files import read_settings, write_whole
 from ..data.lock import exclusive
 from ..data.tasks import DataOptions, Task, load_task
 from ..data.traces import sha256
+from ..runtime.completion import Request
 from ..runtime.decode import Engine, check_prompts
 from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import load_pair
@@ -185,7 +186,7 @@ def _decode_missing(
             for unit in units:
                 if (cell, unit.start) not in done:
                     if not warm:  # the first call allocates and compiles; it belongs to no text's time
-                        engine.run({unit.start: encoded[unit.start]}, [0], 2, task.stop)
+                        engine.run({unit.start: Request(encoded[unit.start], 0, 2, task.stop)})
                         warm = True
                     lines = [json.dumps(r) + "\n" for r in _records(cell, engine, task, encoded, unit, new_tokens)]
                     with open(path, "a", encoding="utf-8") as file:
@@ -216,12 +217,13 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     """Decode one unit of prompts; one record a text."""
     method, relaxation, seed = cell
-    prompts = {index: encoded[index] for index in unit}
+    requests = {index: Request(encoded[index], seed << 32 | index, new_tokens, task.stop) for index in unit}
     began = time.perf_counter()
-    completions = engine.run(prompts, [seed << 32 | index for index in unit], new_tokens, task.stop)
+    completions = engine.run(requests).values()
     seconds = (time.perf_counter() - began) / len(unit)
     tokens = [completion.tokens for completion in completions]
-    sums = score_positions(engine.pair, list(prompts.values()), tokens, engine.relaxation, engine.sampling, engine.gate)
+    prompts = [request.tokens for request in requests.values()]
+    sums = score_positions(engine.pair, prompts, tokens, engine.relaxation, engine.sampling, engine.gate)
     for index, completion, total in zip(unit, completions, sums, strict=True):
         example = task.examples[index]
         yield {

@@ -6,6 +6,7 @@ rejection it is rolled back, and after full acceptance the one token it lacks ri
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.multipath import choose_paths
 from ..verifier.relax import relax, substitutions
-from .completion import Completion, stopped
+from .completion import Completion, Request, cut, stopped
 from .drafting import children
 from .model import Model, Output
 from .sampling import probabilities
@@ -24,51 +25,78 @@ if TYPE_CHECKING:
     from .decode import Engine
 
 PREFILL = 512
+SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of requests move nothing
+LISTS = ("indices", "requests", "active", "began")
+PER_ROW = ("length", "draft_length", "seed", "spent", "recent")
 
 
 class Batch:
-    """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those."""
+    """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those.
 
-    def __init__(
-        self, engine: Engine, prompts: dict[int, list[int]], seeds: list[int], new_tokens: int, stop: tuple[str, ...]
-    ):
+    A row whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
+    """
+
+    def __init__(self, engine: Engine, requests: dict[int, Request]):
         self.engine, self.shape, pair = engine, engine.shape, engine.pair
-        self.indices = list(prompts)
-        self.active = [True] * len(prompts)
-        self.limit, self.stop = new_tokens, stop
+        self.indices, self.requests = list(requests), list(requests.values())
+        self.active, self.began = [True] * len(requests), [time.perf_counter()] * len(requests)
         self.device = pair.target.device
-        rows = list(prompts.values())
-        tokens, count = padded(rows, self.device)
+        tokens, count = padded([request.tokens for request in self.requests], self.device)
         self.length = count - 1
         self.draft_length = self.length.clone()
-        self.seed = torch.tensor(seeds, device=self.device)
-        self.spent = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
+        self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
-        empty = torch.zeros(len(rows), 1, pair.vocab, device=self.device)
-        self.before = empty, empty
-        capacity = tokens.shape[1] + new_tokens + engine.shape.depth + engine.shape.nodes + 3
+        self.before = tuple(torch.zeros(2, len(requests), 1, pair.vocab, device=self.device))
+        self.prefilled = tokens.shape[1] - 1
+        capacity = self.capacity()
         self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.shape.depth:
             prefill(pair.draft, tokens[:, :-1], self.draft_cache)
 
+    def capacity(self) -> int:
+        """Slots that the longest request here can come to need: its text and a tree, rounded up to SLOTS."""
+        longest = max(len(request.tokens) + request.new_tokens for request in self.requests)
+        return -(-(longest + self.engine.shape.depth + self.engine.shape.nodes + 3) // SLOTS) * SLOTS
+
     def select(self, rows: list[int]) -> None:
         """Keep only these batch rows."""
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
-        self.indices = [self.indices[row] for row in rows]
-        self.active = [True] * len(rows)
-        for name in ("length", "draft_length", "seed", "spent", "recent"):
+        for name in LISTS:
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
+        for name in PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.before = tuple(rows[index] for rows in self.before)
         self.target_cache.select(index)
         self.draft_cache.select(index)
 
+    def replace(self, rows: list[int], fresh: Batch) -> None:
+        """Put the rows of `fresh`, not decoded yet, in the place of these rows, which have ended."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        for name in LISTS:
+            values = dict(zip(rows, getattr(fresh, name), strict=True))
+            setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
+        for name in PER_ROW:
+            setattr(self, name, getattr(self, name).index_copy(0, index, getattr(fresh, name)))
+        self.before = tuple(rows.index_fill(0, index, 0) for rows in self.before)
+        capacity = self.capacity()
+        for cache, new in ((self.target_cache, fresh.target_cache), (self.draft_cache, fresh.draft_cache)):
+            if cache.capacity != capacity:
+                cache.resize(capacity)
+            cache.replace(index, new, fresh.prefilled)
+
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
-        """One block for every row; returns the tokens that each committed and adds them to `done`."""
+        """One block for every active row; returns the tokens that each row committed and adds them to `done`.
+
+        A row whose text ends here is not active afterwards.
+        """
         engine = self.engine
         coins = uniforms(self.seed, self.length + 1, 3 + int(engine.shape.lanes.max()))
         tokens, draft, draft_hidden = self._draft(coins[:, 2:])
+        engine.lap("draft")
         target, target_hidden = self._target(tokens)
+        engine.lap("target")
         tree = DraftTree(tokens, self.shape.parents, draft, target)
         weight = None
         if engine.gate:
@@ -79,6 +107,7 @@ class Batch:
         path = self.shape.paths.to(self.device)[verdict.node]
         cost = substitutions(tree, relaxed)
         share = self._share(tree, cost, weight)
+        engine.lap("verify")
         emitted = self._record(done, tree, verdict, path, cost.gather(1, path), share.gather(1, path))
         if len(engine.shapes) > 1:
             self._remember(tree, verdict, path)
@@ -219,21 +248,27 @@ class Batch:
             emitted.append([])
             if not self.active[row]:
                 continue
-            completion = done[self.indices[row]]
-            room = self.limit - len(completion.tokens)
-            new, completion.finished = self._until_end(completion.tokens, (on_path[row][:length] + [extra])[:room])
-            reach = len(new) if completion.finished or len(new) == room else shape.depth
+            completion, request = done[self.indices[row]], self.requests[row]
+            room = request.new_tokens - len(completion.tokens)
+            block = (on_path[row][:length] + [extra])[:room]
+            new, completion.finished = self._until_end(completion.tokens, block, request.stop)
+            # A row that has ended stays where it is, so that its next positions lie in the context as these do.
+            self.active[row] = not completion.finished and len(new) < room
+            reach = shape.depth if self.active[row] else len(new)
             drafted = [d for d, there in zip(node_depth, present[row], strict=True) if there and d <= reach]
             completion.add_step(new, min(length, len(new)), drafted, shape.depth, cost[row], share[row])
             completion.draft_calls += self.engine.drafted_depths
+            if not self.active[row]:
+                text = self.engine.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                completion.text, completion.seconds = cut(text, request.stop), time.perf_counter() - self.began[row]
             emitted[row] = new
         self.spent = torch.tensor([done[i].substitutions for i in self.indices], dtype=torch.float64).to(self.device)
         return emitted
 
-    def _until_end(self, before: list[int], new: list[int]) -> tuple[list[int], bool]:
+    def _until_end(self, before: list[int], new: list[int], stop: tuple[str, ...]) -> tuple[list[int], bool]:
         """The new tokens up to the end of the text, and whether an end token or a stop string ends it."""
         for count, token in enumerate(new, 1):
-            if token in self.engine.pair.eos or stopped(self.engine.pair.tokenizer, before + new[:count], self.stop):
+            if token in self.engine.pair.eos or stopped(self.engine.pair.tokenizer, before + new[:count], stop):
                 return new[:count], True
         return new, False
 

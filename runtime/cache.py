@@ -9,6 +9,7 @@ moves and nothing is recomputed.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -84,6 +85,27 @@ class PackedCache(Cache):
                 take = source.to(buffer.device)[:, None, :, None].expand(shape)
                 put = destination.to(buffer.device)[:, None, :, None].expand(shape)
                 buffer.scatter_(2, put, buffer.gather(2, take))
+
+    def resize(self, capacity: int) -> None:
+        """Room for `capacity` slots a row; slots beyond them are lost."""
+        if self.positions is not None:
+            self.positions = pad(self.positions, (0, capacity - self.capacity))
+            for layer in self.layers:
+                grow = (0, 0, 0, capacity - self.capacity)
+                layer.keys, layer.values = pad(layer.keys, grow), pad(layer.values, grow)
+        for layer in self.layers:
+            layer.capacity = capacity
+        self.capacity = capacity
+
+    def replace(self, rows: Tensor, fresh: PackedCache, filled: int) -> None:
+        """Put the batch rows of `fresh`, of which `filled` slots are written, in the place of `rows` [B'] int64."""
+        if fresh.positions is None:  # prompts of one token have nothing before their root
+            return
+        self.positions[rows, :filled] = fresh.positions[:, :filled]
+        for layer, new in zip(self.layers, fresh.layers, strict=True):
+            here = rows.to(layer.keys.device)
+            layer.keys[here, :, :filled] = new.keys[:, :, :filled]
+            layer.values[here, :, :filled] = new.values[:, :, :filled]
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` [B'] int64."""

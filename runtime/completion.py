@@ -1,4 +1,4 @@
-"""What became of one prompt: its text and what the text cost."""
+"""What is asked for one prompt, and what became of it: its text and what the text cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from dataclasses import dataclass, field
 
 # A stop string is looked for in this many more tokens than it has characters: a token may hold part of a character.
 MARGIN = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    tokens:     of the prompt, at least one.
+    seed:       of its random numbers, which depend on it and on the position in the text alone.
+    new_tokens: tokens the text may have.
+    stop:       strings that end the text and are cut off.
+    """
+
+    tokens: list[int]
+    seed: int
+    new_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 @dataclass
@@ -22,7 +38,7 @@ class Completion:
     drafted_by_depth, accepted_by_depth: steps that drafted to a depth, and that accepted at least so far.
     substitutions: expected number of tokens that differ from the target's own choice, sum of TV(target, relaxed row).
     weight_sum, weight_count: over committed positions where the draft was run; their ratio is `mean_weight`.
-    seconds:       wall time from the start of its batch to its own end.
+    seconds:       wall time from the prefill of its prompt to its end.
     """
 
     tokens: list[int] = field(default_factory=list)

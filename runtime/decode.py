@@ -5,7 +5,9 @@ A step costs the draft one call a depth and the target one call; `Batch.step` is
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from ..verifier import methods
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
-from .completion import Completion, cut
+from .completion import Completion, Request
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .gate import load_gate
 from .limits import SEEDS, within
@@ -21,6 +23,9 @@ from .model import Pair
 from .sampling import Sampling
 
 MOST_PATHS = 4
+# Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
+REFILL = 0.125
+STAGES = ("prefill", "draft", "target", "verify", "commit")
 
 
 def decode(
@@ -28,7 +33,7 @@ def decode(
     prompts: list[list[int]],
     *,
     method: str = "token",
-    relaxation: str | Relaxation = "none",
+    relaxation: str | Relaxation | list[str | Relaxation] = "none",
     draft_length: int = 5,
     branches: Branches = None,
     trunk: int = 0,
@@ -45,7 +50,8 @@ def decode(
 
     prompts:        token ids, at least one each.
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
-    relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`.
+    relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has one for each
+                    prompt; those of one relaxation are decoded together, one relaxation after the other.
     draft_length:   tokens on a drafted path.
     branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; branches `auto` lets gbv choose
                     1 to 4 paths before each step.
@@ -53,7 +59,7 @@ def decode(
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
-    batch:          prompts decoded together.
+    batch:          prompts decoded together; where one ends the next begins.
     on_step:        called with (index of the prompt, its new tokens) as they are committed.
     """
     seeds = list(range(len(prompts))) if seeds is None else seeds
@@ -62,16 +68,24 @@ def decode(
         within(*SEEDS, seeds=seed)
     if isinstance(stop, str) or not all(stop):
         raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
-    if len(seeds) != len(prompts):
-        raise ValueError(f"`seeds` must hold one seed for each of {len(prompts)} prompts, got {len(seeds)}")
-    engine = Engine(pair, method, relaxation, draft_length, branches, trunk, drafting, relax_leaf, sampling)
-    done: list[Completion] = []
-    for first in range(0, len(prompts), batch):
-        chosen = range(first, min(first + batch, len(prompts)))
-        done += engine.run(
-            {i: prompts[i] for i in chosen}, [seeds[i] for i in chosen], max_new_tokens, tuple(stop), on_step
-        )
-    return done
+    relaxations = relaxation if isinstance(relaxation, list) else [relaxation] * len(prompts)
+    for name, values in (("seeds", seeds), ("relaxation", relaxations)):
+        if len(values) != len(prompts):
+            one = name.removesuffix("s")
+            raise ValueError(f"`{name}` must hold one {one} for each of {len(prompts)} prompts, got {len(values)}")
+    pairs = enumerate(zip(prompts, seeds, strict=True))
+    requests = {i: Request(prompt, seed, max_new_tokens, tuple(stop)) for i, (prompt, seed) in pairs}
+    engines = {
+        each: Engine(pair, method, each, draft_length, branches, trunk, drafting, relax_leaf, sampling)
+        for each in dict.fromkeys(relaxations)
+    }
+    groups = {each: {i: requests[i] for i, own in enumerate(relaxations) if own == each} for each in engines}
+    for each, engine in engines.items():
+        engine.check(groups[each])
+    done: dict[int, Completion] = {}
+    for each, engine in engines.items():
+        done |= engine.run(groups[each], batch, on_step)
+    return [done[i] for i in requests]
 
 
 def _shapes(method: str, drafting: str, draft_length: int, branches: Branches, trunk: int) -> dict[int, Topology]:
@@ -117,35 +131,59 @@ class Engine:
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden)
         self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
+        self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
+
+    def check(self, requests: dict[int, Request]) -> None:
+        """Refuse a request that `check_prompts` refuses, a tree beyond its last token included."""
+        for index, request in requests.items():
+            check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.shape.depth)
 
     @torch.no_grad()
     def run(
         self,
-        prompts: dict[int, list[int]],
-        seeds: list[int],
-        max_new_tokens: int,
-        stop: tuple[str, ...] = (),
+        requests: dict[int, Request],
+        batch: int | None = None,
         on_step: Callable[[int, list[int]], None] | None = None,
-    ) -> list[Completion]:
-        """Decode one batch; `prompts` maps an index, used in messages and `on_step`, to token ids."""
-        check_prompts(self.pair, prompts, max_new_tokens + self.shape.depth)
-        state = Batch(self, prompts, seeds, max_new_tokens, stop)
-        began = time.perf_counter()
-        done = {index: Completion() for index in prompts}
-        while state.indices:
+    ) -> dict[int, Completion]:
+        """Decode checked requests, `batch` of them (by default all) together; where one ends the next begins.
+
+        Their keys are used in messages and `on_step`, and are the result's.
+        """
+        done = {index: Completion() for index in requests}
+        waiting = deque(requests.items())
+        size = min(batch or len(requests), len(requests))
+        self._mark = time.perf_counter()
+        state = self._begin(waiting, size) if requests else None
+        while state and any(state.active):
             emitted = state.step(done)
-            for row, (index, new) in enumerate(zip(state.indices, emitted, strict=True)):
-                completion = done[index]
-                if state.active[row] and (completion.finished or len(completion.tokens) == max_new_tokens):
-                    state.active[row] = False
-                    completion.seconds = time.perf_counter() - began
-                    completion.text = cut(self.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True), stop)
+            for index, new in zip(state.indices, emitted, strict=True):
                 if on_step and new:
                     on_step(index, new)
-            keep = [row for row, active in enumerate(state.active) if active]
-            if len(keep) <= 0.75 * len(state.indices):
-                state.select(keep)
-        return list(done.values())
+            self.lap("commit")
+            busy, idle = ([row for row, active in enumerate(state.active) if active == want] for want in (True, False))
+            if waiting and len(idle) >= min(math.ceil(REFILL * size), len(waiting)):
+                rows = idle[: len(waiting)]
+                state.replace(rows, self._begin(waiting, len(rows)))
+                self.lap("prefill")
+            elif not waiting and len(busy) <= 0.75 * len(state.active):
+                state.select(busy)
+        return done
+
+    def _begin(self, waiting: deque[tuple[int, Request]], count: int) -> Batch:
+        """A batch of the first `count` waiting requests, their prompts in its caches."""
+        batch = Batch(self, dict(waiting.popleft() for _ in range(count)))
+        self.lap("prefill")
+        return batch
+
+    def lap(self, stage: str) -> None:
+        """Add the time since the last lap to a stage of `seconds`, where it is kept: a GPU then waits at each stage."""
+        if self.seconds is None:
+            return
+        if self.pair.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._mark
+        self._mark = now
 
 
 def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) -> None:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from diversed.runtime.command import _encode
+from diversed.runtime.completion import Request
 from diversed.runtime.decode import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling
@@ -149,7 +150,7 @@ def test_a_gate_sees_rows_and_hidden_states_of_its_own_context():
     trees = []
     law = engine.law
     engine.law = lambda tree: trees.append(tree) or law(tree)
-    engine.run(dict(enumerate(PROMPTS)), [0] * 4, 1)
+    engine.run({i: Request(prompt, 0, 1) for i, prompt in enumerate(PROMPTS)})
     (tree,), ((draft, target, hidden),) = trees, seen
     for row, prompt in enumerate(PROMPTS):
         for node in range(tree.tokens.shape[1]):
