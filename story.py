@@ -149,7 +149,21 @@ def _check_training(words: list[str], values: dict, file: str) -> str:
     seed = {"seed_everything": values["seed"]} if "seed" in values else {}
     section = seed | (values.get("train") or {})
     chosen = settings.select({"train": section}, "train", options.option_names(parser), file)
-    return parser.dump(options.check(parser, words, chosen, "train"), skip_link_targets=True)
+    parsed = options.check(parser, words, chosen, "train")
+    _refuse_several_processes(parsed["trainer"])
+    return parser.dump(parsed, skip_link_targets=True)
+
+
+def _refuse_several_processes(trainer: Any) -> None:
+    """Each would run the whole story, and all of them write what the last stages write."""
+    from .data.gather import worker
+
+    launched, _ = worker(None, None)
+    if launched > 1 or str(trainer["devices"]) != "1" or trainer["num_nodes"] != 1:
+        raise ValueError(
+            f"`diversed run` is for one process, got {launched} with train.trainer.devices {trainer['devices']} and "
+            f"num_nodes {trainer['num_nodes']}; run the stages one by one, of which gather and train share their work"
+        )
 
 
 def _as_file(parsed: str, trained: str) -> str:
