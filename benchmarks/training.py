@@ -16,7 +16,6 @@ from pytorch_lightning import Callback, Trainer
 
 from ..data.module import TraceModule
 from ..data.traces import LAYOUT, Shard, write_manifest, write_shard
-from ..train.command import DEFAULTS, quiet
 from ..train.module import VerifierModule
 from ..verifier.head import FEATURES
 from .command import record, table
@@ -76,6 +75,8 @@ def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
 
 def _throughput(folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int) -> dict:
     """One head trained for `repeats` epochs after one to warm up."""
+    from ..train.command import DEFAULTS, quiet  # needs jsonargparse, which some machines with a GPU lack
+
     clock = _Clock()
     data = TraceModule(str(folder), batch, validation=0.0, hidden=features != "logits")
     model = VerifierModule(features, DRAFT, TARGET)

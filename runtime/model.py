@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .cache import PackedCache, attention_layers
+from .lean import LeanForward, obstacle
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,10 +32,17 @@ class Output:
 
 
 class Model:
-    """One Hugging Face causal model, frozen."""
+    """One Hugging Face causal model, frozen.
+
+    lean:     its calls are computed by `lean.LeanForward`, from the module's own weights.
+    obstacle: why they go through transformers instead; the choice is made here, once. Hooks that are registered on
+              the module afterwards are not called by a lean model: set DIVERSED_LEAN=0 for them.
+    """
 
     def __init__(self, module, name: str, vocab: int | None = None):
         self.module = module.eval().requires_grad_(False)
+        self.obstacle = obstacle(module)
+        self.lean = not self.obstacle
         self.name = name
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
@@ -44,6 +52,7 @@ class Model:
         names = inspect.signature(module.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._can_slice = "logits_to_keep" in names
+        self._lean = LeanForward(module) if self.lean else None
         self._hash: str | None = None
 
     @property
@@ -72,13 +81,13 @@ class Model:
 
     def cache(self, capacity: int) -> PackedCache:
         """An empty cache with room for `capacity` tokens a row."""
-        return PackedCache(self.layers, capacity)
+        return PackedCache(1 if self.lean else self.layers, capacity)
 
     def __call__(
         self,
         tokens: Tensor,
         positions: Tensor,
-        visible: Tensor,
+        visible: Tensor | None,
         cache: PackedCache | None,
         start: int = 0,
         hidden: bool = False,
@@ -88,23 +97,29 @@ class Model:
 
         tokens:    [B, Q] int64.
         positions: [B, Q] int64, position of each token in its text.
-        visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included.
+        visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included; None where these are its
+                   own slot and all before it.
         start:     first slot written.
         hidden:    also return the last hidden states.
         last_only: logits of the last token alone, [B, 1, V]: a prefill needs none.
         """
         device = self.device
-        tokens, positions, visible = tokens.to(device), positions.to(device), visible.to(device)
+        tokens, positions = tokens.to(device), positions.to(device)
+        slots = positions if cache is None else cache.write_at(start, positions, remember=bool(self.window))
+        if self._lean:
+            masks = self._masks(visible, positions, slots, start, allow_none=True)
+            with torch.no_grad():
+                logits, states = self._lean(tokens, positions, masks, cache, last_only)
+            return Output(logits[..., : self.vocab], states if hidden else None)
+        masks = self._masks(visible, positions, slots, start)
         extra = {"logits_to_keep": 1} if last_only and self._can_slice else {}
-        slots = positions
         if cache is not None:
-            slots = cache.write_at(start, positions)
             extra |= {self._cache_name: cache, "use_cache": True}
         with torch.no_grad():
             out = self.module(
                 input_ids=tokens,
                 position_ids=positions,
-                attention_mask=self._mask(visible, positions, slots),
+                attention_mask=masks if len(self.kinds) > 1 else masks[next(iter(self.kinds))],
                 output_hidden_states=hidden,
                 return_dict=True,
                 **extra,
@@ -112,17 +127,28 @@ class Model:
         logits = out.logits[:, -1:] if last_only else out.logits
         return Output(logits[..., : self.vocab], out.hidden_states[-1] if hidden else None)
 
-    def _mask(self, visible: Tensor, positions: Tensor, slots: Tensor):
-        """Float 4D masks [B, 1, Q, slots] of 0 and the most negative number: a bool mask is silently wrong with eager.
+    def _masks(
+        self, visible: Tensor | None, positions: Tensor, slots: Tensor | None, start: int, allow_none: bool = False
+    ) -> dict[str, Tensor | None]:
+        """What to add to the scores, by kind of attention: [B or 1, 1, Q, slots] of 0 and the most negative number.
 
-        slots: [B, start + Q] position of the token in each slot, for layers that see only a window of tokens back.
+        A bool mask is silently wrong with eager attention.
+        slots:      [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
+        allow_none: a single token that sees every slot needs no mask.
         """
-        if not self.window:
-            return self._additive(visible)
-        near = self._additive(visible & (positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window))
-        if "full_attention" not in self.kinds:
-            return near
-        return {"full_attention": self._additive(visible), "sliding_attention": near}
+        count = positions.shape[1]
+        if visible is None and count == 1 and allow_none and not self.window:
+            return {"full_attention": None}
+        if visible is None:
+            slot = torch.arange(start + count, device=positions.device)
+            visible = (slot <= slot[start:].unsqueeze(1)).unsqueeze(0)
+            visible = visible if allow_none else visible.expand(len(positions), -1, -1)
+        visible = visible.to(positions.device)
+        masks = {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
+        if self.window:
+            near = positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window
+            masks["sliding_attention"] = self._additive(visible & near)
+        return masks
 
     def _additive(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
