@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..law import Verdict
 
-NAMES = ("token", "block")
+NAMES = ("token", "block", "greedy_tree", "univer", "rrsw", "traversal")
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ def token(call: Call) -> None:
     call.normalise(left_off=0)
     call.start(start)
     call.walk(coupled=False)
-    call.residual(call.nodes, marked=False, path=True)
-    call.select(marked=False)
+    call.residual(call.nodes, path=True)
+    call.select()
 
 
 def block(call: Call) -> None:
     call.normalise(left_off=0)
     call.start(start)
     masses[(len(call.tokens),)](call.state, *call.sizes, num_warps=1)
-    call.residual(call.nodes, marked=False)
+    call.residual(call.nodes)
     call.finish(finish, call.nodes)
     call.walk(coupled=True)
-    call.select(marked=False)
+    call.select()
 
 
 @triton.jit

@@ -65,16 +65,16 @@ class Call:
             *self.inputs, self.tokens, self.shape, self.parts, *self.layout, LEFT_OFF=left_off, **self.cut, **self.tiled
         )
 
-    def start(self, kernel: Any) -> None:
+    def start(self, kernel: Any, **constants: bool) -> None:
         """One program a request and node; `kernel` begins with `read_node`."""
-        constants = self.cut | self.lanes | self.children
+        constants |= self.cut | self.lanes | self.children
         scratch = self.tokens, self.weight, self.shape, self.parts, self.state
         kernel[self.sizes[:1]](*self.inputs, *scratch, *self.layout, **constants, num_warps=1)
 
-    def residual(self, nodes: Tensor, turn: int = 0, marked: bool = True, path: bool = False) -> None:
+    def residual(self, nodes: Tensor, turn: int = 0, marked: int = 0, path: bool = False) -> None:
         rows.residual[(len(self.tokens) * len(nodes) * self.tiles,)](
             *self.inputs, self.shape, self.state, self.sums, self.costs, nodes, self.stop, *self.layout,
-            len(nodes), turn, MARKED=marked, PATH=path, **self.cut, **self.tiled,
+            len(nodes), turn, MARKED=marked > 0, PATH=path, **self.cut, **self.tiled,
         )  # fmt: skip
 
     def finish(self, kernel: Any, nodes: Tensor, *numbers: int) -> None:
@@ -91,10 +91,10 @@ class Call:
             self.layout[-2], COUPLED=coupled, NODES=nodes, num_warps=1 if nodes <= 64 else 4,
         )  # fmt: skip
 
-    def select(self, marked: bool) -> None:
+    def select(self, marked: int = 0) -> None:
         rows.select[(len(self.tokens),)](
             *self.inputs, self.shape, self.parts, self.state, self.sums, self.uniform, self.stop, self.token,
-            *self.layout, MARKED=marked, **self.cut, **self.lanes, **self.tiled,
+            *self.layout, MARKED=marked, **self.cut, **self.lanes, TILE=self.tile, num_warps=max(4, self.tile // 256),
         )  # fmt: skip
 
 

@@ -160,6 +160,7 @@ def select(
 ):  # fmt: skip
     """token [B]: inverts the residual's cumulative sum at node `stop` [B]; first over its tiles, then in one of them.
 
+    MARKED: 0 no token is marked, 1 the row is zero at the marked tokens, 2 it is their WANTED there.
     A leaf emits its blended row, whose tile sums are known from `normalise`. So does a node whose residual is zero in
     every entry: it stops with the probability that rounding left there. Sums run in float64: a float32 sum over a
     vocabulary is off by more than its rarest tokens' probability.
@@ -173,7 +174,7 @@ def select(
     lane = tl.arange(0, TILES)
     children = tl.load(shape + COUNT * N + n)
     mass = tl.load(sums + node * T + lane, (lane < T) & (children > 0), 0.0)
-    if MARKED:
+    if MARKED == 2:
         for j in range(children):
             column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
             mark = tl.load(column + MARK * size).to(tl.int32)
@@ -203,7 +204,8 @@ def select(
         for j in range(children):
             column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
             mark = tl.load(column + MARK * size).to(tl.int32)
-            r = tl.where((ids == mark) & (not whole), tl.load(column + WANTED * size), r)
+            extra = tl.load(column + WANTED * size) if MARKED == 2 else 0.0
+            r = tl.where((ids == mark) & (not whole), extra, r)
     cumulative = tl.cumsum(r.to(tl.float64), 0)
     tl.store(token + b, first_above(cumulative, r, threshold, ids).to(tl.int64))
 
@@ -250,6 +252,14 @@ def first_above(cumulative, values, threshold, lane):
     """The first lane of positive value whose cumulative sum exceeds the threshold; the last if rounding leaves none."""
     last = tl.max(tl.where(values > 0, lane, 0), 0)
     return tl.min(tl.where((values > 0) & (cumulative > threshold), lane, last), 0)
+
+
+@triton.jit
+def first_of_equals(token, M: tl.constexpr):
+    """True where a present token is the first of its kind among M lanes (plans.first_of_equals)."""
+    lane = tl.arange(0, M)
+    repeated = (token[:, None] == token[None, :]) & (lane[None, :] < lane[:, None])
+    return (token >= 0) & (tl.max(repeated.to(tl.int32), 1) == 0)
 
 
 @triton.jit

@@ -6,11 +6,18 @@ import torch
 import triton
 from torch import Tensor
 
-from . import chain, rows
+from . import chain, greedy, recursive, rows
 from .cuts import greedy_cut
 from .launch import Call
 
-KERNELS = {"token": chain.token, "block": chain.block}
+KERNELS = {
+    "token": chain.token,
+    "block": chain.block,
+    "greedy_tree": greedy.greedy_tree,
+    "univer": greedy.univer,
+    "rrsw": recursive.rrsw,
+    "traversal": recursive.traversal,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -93,11 +93,11 @@ def described(parents: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def levels(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The nodes of each depth, int32; like `described`, sent to the device once."""
+def levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[list[int], Tensor]]:
+    """The nodes of each depth, as numbers and as int32 on the device; like `described`, sent there once."""
     depth = depths(parents)
     every = [[node for node, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
-    return tuple(torch.tensor(nodes, dtype=torch.int32).to(device) for nodes in every)
+    return [(nodes, torch.tensor(nodes, dtype=torch.int32).to(device)) for nodes in every]
 
 
 def child_lists(parents: tuple[int, ...]) -> list[list[int]]:

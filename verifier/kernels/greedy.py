@@ -1,0 +1,122 @@
+"""Trees of fixed children and one sampled last child, from logits (law: plans.greedy_transport).
+
+    greedy_tree   2 passes over V of every node with children, 1 of the leaves: `normalise`, which also sums the draft's
+                  row off the fixed children, and `residual`, for all nodes at once.
+    univer        the same two passes; the second goes level by level, because the mass that arrives at a child is known
+                  once its parent's residual is.
+
+A leaf with a share of the draft is read twice too, for what it costs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import tree
+from .launch import Call
+from .rows import (
+    ACCEPT,
+    CHILDREN,
+    COUNT,
+    EMIT,
+    LEFT,
+    MARK,
+    MASS,
+    NULL,
+    PROPOSAL,
+    STEP,
+    TINY,
+    WANTED,
+    first_of_equals,
+    quotient,
+    read_node,
+)
+
+
+def greedy_tree(call: Call) -> None:
+    call.normalise(left_off=1)
+    call.start(start, COUPLED=False)
+    call.residual(call.nodes, marked=1)
+    call.finish(finish, call.nodes)
+    call.walk(coupled=False)
+    call.select(marked=1)
+
+
+def univer(call: Call) -> None:
+    call.normalise(left_off=1)
+    call.start(start, COUPLED=True)
+    for _, nodes in tree.levels(call.parents, call.nodes.device):
+        call.residual(nodes, marked=1)
+        call.finish(finish, nodes)
+    call.walk(coupled=True)
+    call.select(marked=1)
+
+
+@triton.jit
+def start(
+    target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
+    scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
+):  # fmt: skip
+    """STEP of the node, WANTED, PROPOSAL and MARK of its children; MASS, which all but the root wait for if COUPLED."""
+    node = tl.program_id(0)
+    n = node % N
+    if (n > 0) & (tl.load(tokens + node) < 0):
+        return
+    child, token, wanted, proposal, left = read_node(
+        target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
+        scale, size, N, D, V, T, node, M, CUT, TILES,
+    )  # fmt: skip
+    lane = tl.arange(0, M)
+    last = tl.load(shape + COUNT * N + n) - 1
+    fixed = (lane < last) & (token >= 0)
+    sampled = tl.max(tl.where(lane == last, token, -1), 0)
+    # whether there was anything to sample shows in the row, never in what was sampled
+    drawn = (sampled >= 0) & (left >= TINY)
+    apart = tl.max((fixed & (token == sampled)).to(tl.int32), 0) == 0
+    taken = tl.where(fixed | ((lane == last) & drawn), token, -1)
+    column = state + node // N * N + child
+    tl.store(column + WANTED * size, wanted, child >= 0)
+    tl.store(column + PROPOSAL * size, tl.where((lane == last) & apart, proposal, 0.0), child >= 0)
+    tl.store(column + MARK * size, tl.where(first_of_equals(taken, M), taken, -1).to(tl.float32), child >= 0)
+    tl.store(state + STEP * size + node, tl.where(drawn, 1 / left, 0.0))
+    tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
+
+
+@triton.jit
+def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr):
+    """ACCEPT and MASS of the children, EMIT and NULL of the node, from its residual off the children."""
+    place = tl.program_id(0)
+    b, n = place // count, tl.load(nodes + place % count)
+    node = b * N + n
+    children = tl.load(shape + COUNT * N + n)
+    if (children == 0) | ((n > 0) & (tl.load(tokens + node) < 0)):
+        return
+    lane = tl.arange(0, M)
+    child = tl.load(shape + (CHILDREN + lane) * N + n, lane < children, 0)
+    column = state + b * N + child
+    wanted = tl.load(column + WANTED * size, lane < children, 0.0)
+    proposal = tl.load(column + PROPOSAL * size, lane < children, 0.0)
+    mark = tl.load(column + MARK * size, lane < children, -1.0)
+    mass, step = tl.load(state + MASS * size + node), tl.load(state + STEP * size + node)
+
+    possible = tl.where(step > 0, proposal, 0.0) > 0
+    accept = tl.where(possible, mass * wanted * tl.load(state + LEFT * size + node) / proposal, 0.0)
+    accept = tl.minimum(tl.sum(accept, 0), 1.0)
+    others = tl.where(mark >= 0, tl.maximum(mass * wanted - step * proposal, 0.0), 0.0)
+    tile = tl.arange(0, TILES)
+    rest = tl.sum(tl.load(sums + node * T + tile, tile < T, 0.0), 0)
+    scale = quotient(1 - accept, 1 - mass + rest + tl.sum(others, 0))
+    share = tl.where(lane == children - 1, accept, others * scale)
+    give_back(state, column, lane < children, share, scale * rest, (1 - mass) * scale, size, node)
+
+
+@triton.jit
+def give_back(state, column, here, share, emit, null, size, node):
+    """Store a node's plan: ACCEPT and, for the coupled composition, MASS of its children; its own EMIT and NULL."""
+    # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
+    later = tl.cumsum(share, 0, reverse=True) + (emit + null)
+    tl.store(column + ACCEPT * size, share, here)
+    tl.store(column + MASS * size, tl.where(later > 0, share / later, 0.0), here)
+    tl.store(state + EMIT * size + node, emit)
+    tl.store(state + NULL * size + node, null)
