@@ -39,12 +39,12 @@ class Layout:
     def read(self, row: dict, place: str) -> tuple[str, str, str | None]:
         """(prompt, article, reference) of a row; "" and None for what the layout does not name."""
         prompt, article = (
-            re.match(self.inside, _text(row, field, place)).group(1) if field else ""
+            re.match(self.inside, text_of(row, field, place)).group(1) if field else ""
             for field in (self.prompt, self.article)
         )
         if not (prompt + article).strip():
             raise Blank(f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or delete the row")
-        reference = _text(row, self.reference, place) if self.reference else None
+        reference = text_of(row, self.reference, place) if self.reference else None
         if reference is not None and not reference.strip():
             raise Blank(f"{place} has an empty reference (field {self.reference}); fill it or delete the row")
         return prompt, article, reference
@@ -95,7 +95,8 @@ def _lookup(row: dict, field: str):
     return value
 
 
-def _text(row: dict, field: str, place: str) -> str:
+def text_of(row: dict, field: str, place: str) -> str:
+    """The text in a field of a row; ValueError, or Blank where it is null."""
     try:
         value = _lookup(row, field)
     except LookupError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .layouts import Layout, nearest
+from .programs import humaneval_row, mbpp_row
 from .prompts import PLACES, check_template
 from .rows import SPLITS
 from .scores import SCORES
@@ -25,7 +27,8 @@ class DataOptions:
         article_field: field with the part that may lose its end to fit the context.
         reference_field: field with the expected answer.
         template: the text around the fields, such as "Article: {article} Summary:"; other braces are {{ and }}.
-        score: exact, final_number, rouge1, rouge2, rougeL, bleu, or target_logprob, which needs no reference.
+        score: exact, final_number, rouge1, rouge2, rougeL, bleu, pass_at_1, which runs the reference as tests of the
+            text's program, or target_logprob, which needs no reference.
         stop: strings that end a text.
         max_new_tokens: tokens a text may have, the end-of-text included.
         chat: send the prompt through the tokenizer's chat template.
@@ -45,7 +48,11 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What load_task turns into a Task. hub: (repository, configuration); hub_splits: the splits the hub has."""
+    """What load_task turns into a Task.
+
+    hub:     (repository, configuration); hub_splits: the splits the hub has.
+    prepare: (row, place) -> the row as the layouts read it, where a text is made of several fields.
+    """
 
     template: str
     layouts: tuple[Layout, ...]
@@ -54,6 +61,7 @@ class Recipe:
     max_new_tokens: int = 128
     hub: tuple[str, str | None] | None = None
     hub_splits: tuple[str, ...] = SPLITS
+    prepare: Callable[[dict, str], dict] | None = None
 
 
 def _spec_bench(category: str, prefix: str = "", **part: str) -> Layout:
@@ -106,15 +114,32 @@ TASKS = {
         stop=("\nGerman:", "\n\n"),
         hub=("wmt/wmt14", "de-en"),
     ),
+    "mbpp": Recipe(
+        "You are an expert Python programmer, and here is your task: {prompt} Your code should pass these tests:\n\n"
+        "{article}\n[BEGIN]\n",
+        (Layout("text", "tests", "test_list"),),
+        "pass_at_1",
+        stop=("[DONE]", "\n```", "\nassert ", "\nprint(", "\nif __name__"),
+        max_new_tokens=512,
+        hub=("google-research-datasets/mbpp", "full"),
+        prepare=mbpp_row,
+    ),
+    "humaneval": Recipe(
+        "{prompt}",
+        (Layout("prompt", None, "test"),),
+        "pass_at_1",
+        stop=("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```"),
+        max_new_tokens=512,
+        hub=("openai/openai_humaneval", None),
+        hub_splits=("test",),
+        prepare=humaneval_row,
+    ),
     "jsonl": Recipe("{prompt}", (Layout("prompt"),), "target_logprob"),
 }
-NEED_SANDBOX = ("mbpp", "humaneval")
 
 
 def recipe_for(name: str, options: DataOptions) -> Recipe:
     """The task's recipe with the options put in."""
-    if name in NEED_SANDBOX:
-        raise ValueError(f"the task {name} needs a sandbox to run model-written code, which this version does not have")
     if name not in TASKS:
         raise ValueError(f"the task must be one of {', '.join(TASKS)}, got {name!r}{nearest(name, TASKS)}")
     recipe = TASKS[name]
@@ -127,7 +152,9 @@ def recipe_for(name: str, options: DataOptions) -> Recipe:
     score = _score(name, options)
     if score == "target_logprob":
         layouts = tuple(replace(layout, reference=None) for layout in layouts)
-    stop = recipe.stop if options.stop is None else options.stop
+    # A chat answer holds a block of code, which the stop strings of a bare continuation would cut.
+    usual = () if options.chat and recipe.prepare else recipe.stop
+    stop = usual if options.stop is None else options.stop
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"`data.stop` must be a list of texts, none empty, got {stop!r}")
     tokens = recipe.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
@@ -141,6 +168,11 @@ def _layouts(name: str, options: DataOptions) -> tuple[Layout, ...]:
     given = {place: field for place, field in fields.items() if field}
     if not given:
         return TASKS[name].layouts
+    if TASKS[name].prepare:
+        raise ValueError(
+            f"the task {name} reads fields of its own, leave out `data.{next(iter(given))}_field`; or use the task"
+            " jsonl with the score pass_at_1"
+        )
     if name == "jsonl" and not options.prompt_field and not options.article_field:
         given["prompt"] = "prompt"
     own = Layout() if name == "jsonl" else replace(TASKS[name].layouts[0], inside=Layout.inside)

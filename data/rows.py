@@ -59,10 +59,12 @@ def local_source(path: Path, split: str, whole: bool = False) -> Source:
 
 
 def hub_source(repository: str, configuration: str | None, splits: Collection[str], split: str, whole: bool = False):
-    """The same from the hub; `splits` are those the repository has."""
+    """The same from the hub; `splits` are those the repository has, and a lone one stands as the training split."""
     import datasets
 
     stored = split if split in splits else "train"
+    if len(splits) == 1:
+        (stored,), splits = splits, ("train",)
     try:
         rows = datasets.load_dataset(repository, configuration, split=stored)
     except Exception as error:  # the hub's client raises errors of four libraries

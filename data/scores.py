@@ -5,6 +5,7 @@ final_number  GSM8K (openai/grade-school-math, dataset.py: `#### (\\-?[0-9\\.\\,
               the last number of the text, as lm-evaluation-harness' flexible extraction does.
 rouge         rouge-score (google-research), F1 with Porter stemming, as summarisation papers report it.
 bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
+pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`data.programs`), else 0.
 
 All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability, in nats a token,
 that the target gives the text (`mean_log_probability`, from the target's rows: the text alone does not hold it).
@@ -18,6 +19,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import cache
 from typing import NamedTuple
+
+from . import sandbox
+from .programs import program, testable
 
 # A minus counts as a sign unless a number, word or bracket stands before it: "10-3" ends in 3.
 CURRENCY = "$\u20ac\u00a3"
@@ -65,6 +69,20 @@ def bleu(text: str, reference: str) -> float:
     return min(1.0, _sentence_bleu().sentence_score(text, [reference]).score / 100)
 
 
+def pass_at_1(text: str, reference: str) -> float:
+    """1.0 where the program in the text passes the tests in the reference, else 0.0."""
+    return float(sandbox.passes(*program(text, reference)))
+
+
+def missing(score: str, reference: str | None) -> str:
+    """What the score needs and the reference does not hold, in words; "" where nothing is missing."""
+    if score == "final_number" and final_number(reference) is None:
+        return "a number"
+    if score == "pass_at_1" and not testable(reference):
+        return "tests in Python"
+    return ""
+
+
 def mean_log_probability(target_prob: Sequence[float]) -> float:
     """The score target_logprob, in nats a token; target_prob: p(token) of the target at every token of the text."""
     if not len(target_prob):
@@ -86,6 +104,7 @@ SCORES = {
     "rouge2": Score(lambda text, reference: rouge(text, reference, "rouge2"), "ROUGE-2"),
     "rougeL": Score(lambda text, reference: rouge(text, reference, "rougeL"), "ROUGE-L"),
     "bleu": Score(bleu, "sentence BLEU"),
+    "pass_at_1": Score(pass_at_1, "pass@1"),
     "target_logprob": Score(None, "target log-probability"),
 }
 

@@ -15,11 +15,12 @@ from itertools import islice
 from pathlib import Path
 
 from ..runtime.limits import within
+from . import sandbox
 from .layouts import Blank, Layout, choose, nearest
 from .prompts import Example, encode, fill
 from .recipes import TASKS, DataOptions, Recipe, recipe_for
 from .rows import SPLITS, Source, hub_source, local_source
-from .scores import SCORES, final_number
+from .scores import SCORES, missing
 
 __all__ = ["TASKS", "DataOptions", "Example", "Task", "load_task"]
 SUMS_PROBLEMS = 1000  # without a limit
@@ -83,6 +84,8 @@ def load_task(
         raise ValueError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}")
     within(1, limit=limit)
     within(0, seed=seed)
+    if recipe.score == "pass_at_1":
+        sandbox.check()
     load = _sums if name == "sums" else partial(_rows, name)
     examples, source = load(recipe, options, split, limit, seed)
     return Task(name, examples, recipe.stop, recipe.max_new_tokens, recipe.score, options.chat, source)
@@ -113,6 +116,8 @@ def _rows(
         source = hub_source(*recipe.hub, recipe.hub_splits, split, options.whole)
     else:
         source = local_source(Path(options.path), split, options.whole)
+    if recipe.prepare:
+        source = replace(source, rows=[recipe.prepare(row, source.place(i)) for i, row in enumerate(source.rows)])
     layout = choose(recipe.layouts, source)
     read = _reader(recipe, layout, source)
     members = _members(layout, source, split, read)
@@ -136,9 +141,9 @@ def _reader(recipe: Recipe, layout: Layout, source: Source) -> Callable[[int], t
         place = source.place(index)
         try:
             prompt, article, reference = layout.read(source.rows[index], place)
-            if recipe.score == "final_number" and final_number(reference) is None:
+            if lacking := missing(recipe.score, reference):
                 raise Blank(
-                    f"{place} must hold a number in {layout.reference} for the score final_number, got"
+                    f"{place} must hold {lacking} in {layout.reference} for the score {recipe.score}, got"
                     f" {reference[:60]!r}"
                 )
         except Blank:

@@ -65,7 +65,7 @@ def evaluate(
         out: folder for results.jsonl and frontier.png; one begun with the same options is continued.
         target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
         draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        task: sums, gsm8k, cnndm, xsum, wmt, or jsonl for any file with named fields.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named fields.
         data: where the task's rows come from.
         split: train, validation or test.
         prompts: how many prompts of the split.

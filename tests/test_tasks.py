@@ -3,12 +3,19 @@
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import datasets
 import pytest
+from diversed.data.gather import gather
 from diversed.data.prompts import Example
+from diversed.data.rows import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
+from diversed.data.traces import read_manifest, read_shards
+from diversed.eval.command import evaluate
+from diversed.eval.speed import summarise
+from diversed.runtime.completion import cut
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -218,6 +225,148 @@ def test_real_files_give_prompts_without_their_answers(name, path, count):
         assert task.score("", example) == 0.0
 
 
+# Code
+
+
+needs_sandbox = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+HEAD = 'from typing import List\n\n\ndef double(x: int) -> int:\n    """ Twice x. """\n'
+HUMANEVAL = {
+    "task_id": "HumanEval/0", "prompt": HEAD, "entry_point": "double", "canonical_solution": "    return 2 * x\n",
+    "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(3) == 6\n",
+}  # fmt: skip
+MBPP = {
+    "task_id": 1, "text": "Write a function to double a number.", "code": "def double(x):\r\n\treturn 2 * x",
+    "test_list": ["assert double(3) == n", "assert double(0) == 0"], "test_setup_code": "n = 6",
+    "challenge_test_list": [],
+}  # fmt: skip
+SANITIZED = {
+    "source_file": "f", "task_id": 1, "prompt": MBPP["text"], "code": MBPP["code"], "test_imports": ["n = 6"],
+    "test_list": MBPP["test_list"],
+}  # fmt: skip
+
+
+def code_task(name: str, path: Path, row: dict, **options):
+    task = load_task(name, write(path / "r.jsonl", [row]), "test", data=DataOptions(whole=True, **options))
+    return task, task.examples[0]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("row", [MBPP, SANITIZED], ids=["full", "sanitized"])
+def test_mbpp_shows_task_and_tests_and_runs_all_of_them(row, tmp_path):
+    task, example = code_task("mbpp", tmp_path, row)
+    assert example.prompt == (
+        "You are an expert Python programmer, and here is your task: Write a function to double a number. Your code"
+        " should pass these tests:\n\nassert double(3) == n\nassert double(0) == 0\n[BEGIN]\n"
+    )
+    assert example.article == "assert double(3) == n\nassert double(0) == 0"  # the part that may lose its end
+    assert task.metric == "pass@1" and row["code"] not in example.prompt
+    assert task.score(row["code"], example) == 1.0
+    assert task.score("", example) == task.score("def double(x): return 6", example) == 0.0
+    assert task.score("def double(x): return x", example) == 0.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "def double(x):\n    return 2 * x\n\n[DONE]\n\nNonsense!",
+        "[BEGIN]\ndef double(x):\n    return 2 * x\n[DONE]",
+        "Sure!\n\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles:\n\n```python\ndouble = 5\n```\n",
+        "```\ndef double(x):\n    return 2 * x",
+        "```py\r\ndef double(x):\r\n    return 2 * x\r\n```",
+        "def double(x):\n    return 2 * x\n```\nThis works.",
+    ],
+)
+def test_an_answer_s_program_is_its_first_block_or_what_stands_before_a_stop_string(answer, tmp_path):
+    task, example = code_task("mbpp", tmp_path, MBPP)
+    assert task.score(cut(answer, task.stop) if "```py" not in answer else answer, example) == 1.0
+
+
+@needs_sandbox
+def test_humaneval_continues_the_head_and_its_check_is_called(tmp_path):
+    task, example = code_task("humaneval", tmp_path, HUMANEVAL)
+    assert example.prompt == HEAD
+    assert task.score("    return 2 * x\n", example) == 1.0
+    assert task.score("   return 2 * x\n", example) == 1.0  # a tokenizer has swallowed the first space
+    assert task.score("    y: List[int] = [x]\n    return 2 * y[0]\n", example) == 1.0  # the head's import is there
+    assert task.score("", example) == task.score("    return x", example) == task.score("return 2 * x", example) == 0.0
+    rambling = "    return 2 * x\n\n\ndef other(x):\n    return (\n"
+    assert task.score(rambling, example) == 0.0 and task.score(cut(rambling, task.stop), example) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", ["mbpp", "humaneval"])
+def test_a_chat_answer_is_not_cut_by_the_stop_strings_of_a_continuation(name, tmp_path):
+    task, example = code_task(name, tmp_path, MBPP if name == "mbpp" else HUMANEVAL, chat=True)
+    answer = "Here:\n```python\ndef double(x):\n    return 2 * x\n\nprint(double(1))\n```\nDone."
+    assert task.stop == () and task.score(answer, example) == 1.0
+    assert code_task(name, tmp_path, MBPP if name == "mbpp" else HUMANEVAL, chat=True, stop=("#",))[0].stop == ("#",)
+
+
+@needs_sandbox
+def test_a_template_around_humaneval_s_head_stays_out_of_the_program(tmp_path):
+    task, example = code_task("humaneval", tmp_path, HUMANEVAL, template="Complete this:\n{prompt}")
+    assert example.prompt == f"Complete this:\n{HEAD}" and task.score("    return 2 * x", example) == 1.0
+
+
+@needs_sandbox
+def test_any_file_with_tests_is_a_code_task(tmp_path):
+    row = {"question": "Double.", "tests": "assert double(3) == 6"}
+    options = {"prompt_field": "question", "reference_field": "tests", "score": "pass_at_1"}
+    task, example = code_task("jsonl", tmp_path, row, **options)
+    assert task.score("double = lambda x: 2 * x", example) == 1.0 and task.score("double = 3", example) == 0.0
+
+
+@needs_sandbox
+def test_the_hub_s_only_split_of_humaneval_is_carved_like_a_lone_file(monkeypatch):
+    rows = datasets.Dataset.from_list([{**HUMANEVAL, "prompt": f"{HEAD}    # {i}\n"} for i in range(200)])
+    asked = set()
+
+    def load_dataset(repository, configuration, split):
+        asked.add((repository, configuration, split))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    parts = [{e.prompt for e in load_task("humaneval", split=split).examples} for split in SPLITS]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == 200 and min(map(len, parts)) >= 5
+    assert asked == {("openai/openai_humaneval", None, "test")}
+    assert len(load_task("humaneval", split="test", data=DataOptions(whole=True)).examples) == 200
+
+
+@needs_sandbox
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "path", "answer", "count"),
+    [("mbpp", "mbpp/mbpp.jsonl", "code", 974), ("humaneval", "humaneval", "canonical_solution", 164)],
+)
+def test_reference_solutions_of_real_rows_pass_their_tests(name, path, answer, count):
+    """Every fortieth row; all 974 and 164 passed on 2026-11-29."""
+    task = load_task(name, str(SHARED / path), "test", data=DataOptions(whole=True))
+    assert len(task.examples) == count
+    (file,) = [SHARED / path] if path.endswith("jsonl") else (SHARED / path).iterdir()
+    rows = dict(read_rows(file))
+    for example in task.examples[::40]:
+        row = rows[example.id]
+        assert task.score(row[answer], example) == 1.0
+        assert task.score("", example) == 0.0
+        assert row[answer] not in example.prompt
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", ["mbpp", "humaneval"])
+def test_code_is_gathered_and_evaluated_on_the_packaged_pair(name, tmp_path):
+    """It only knows sums: every score is 0."""
+    data = DataOptions(path=write(tmp_path / "r.jsonl", [MBPP if name == "mbpp" else HUMANEVAL] * 2), whole=True)
+    small = {"task": name, "data": data, "prompts": 2, "max_new_tokens": 8}
+    gather(out=str(tmp_path / "traces"), **small, samples=1, unit=2)
+    manifest = read_manifest(tmp_path / "traces")
+    assert manifest["metric"] == "pass@1"
+    assert [shard.reward.tolist() for shard in read_shards(tmp_path / "traces")] == [[0.0, 0.0]]
+    evaluate(out=str(tmp_path / "eval"), **small, relaxations=["none"])
+    (cell,) = summarise(tmp_path / "eval" / "results.jsonl")
+    assert (cell["metric"], cell["score"]) == ("pass@1", 0.0)
+
+
 # Options
 
 
@@ -390,8 +539,26 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": ROW, "name": "gsm8k"}, ["line 1 of r.jsonl must have the fields question, answer; or turns.0"]),
         ({"content": ROW, "name": "sums"}, ["the task sums makes its own problems, leave out `data.path`"]),
         ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean gsm8k?"]),
-        ({"content": ROW, "name": "mbpp"}, ["the task mbpp needs a sandbox"]),
-        ({"content": ROW, "name": "humaneval"}, ["the task humaneval needs a sandbox"]),
+        ({"content": ROW, "name": "mbpp"}, ["line 1 of r.jsonl has no field test_list.0, it has prompt, gold"]),
+        ({"content": b'{"text": "t", "test_list": []}\n', "name": "mbpp"}, ["an empty reference (field test_list)"]),
+        ({"content": b'{"text": "t", "test_list": [["a"]]}\n', "name": "mbpp"}, ["text in the field test_list.0"]),
+        ({"content": b'{"text": "t", "test_list": [""]}\n', "name": "mbpp"}, ["an empty reference (field test_list)"]),
+        ({"content": b'{"text": " ", "test_list": ["1"]}\n', "name": "mbpp"}, ["an empty task (field text)"]),
+        ({"content": b'{"task": "t", "test_list": ["1"]}\n', "name": "mbpp"}, ["has no field text, it has task"]),
+        (
+            {"content": b'{"text": "t", "test_list": ["assert f("]}\n', "name": "mbpp"},
+            ["line 1 of r.jsonl must hold tests in Python in test_list for the score pass_at_1, got"],
+        ),
+        ({"content": ROW, "name": "mbpp", "prompt_field": "gold"}, ["the task mbpp reads fields of its own"]),
+        ({"content": ROW, "name": "humaneval"}, ["line 1 of r.jsonl has no field test, it has prompt, gold"]),
+        (
+            {"content": b'{"prompt": "p", "test": "t", "entry_point": "f"}\n', "name": "humaneval"},
+            ["line 1 of r.jsonl must define check(candidate) in the field test, got 't'"],
+        ),
+        (
+            {"content": b'{"prompt": "p", "test": "def check(f): f()", "entry_point": "1+"}\n', "name": "humaneval"},
+            ["line 1 of r.jsonl must hold tests in Python in test"],
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_that_says_where_and_what_instead(tmp_path, given, words):

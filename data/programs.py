@@ -1,0 +1,62 @@
+"""Code tasks: from a row to a prompt and its tests, and from an answer to a program.
+
+A reference is Python source that an answer must survive. Where it holds the line HERE, what stands above comes before
+the answer: the head of the function that HumanEval's answers continue.
+
+mbpp       Austin 2021, arXiv 2108.07732, the prompt of section 3 without examples: the task, its tests, then [BEGIN];
+           an answer ends at [DONE]. Rows of the full or of the sanitized set.
+humaneval  Chen 2021, arXiv 2107.03374: the prompt is the function's head, the test check(entry_point); an answer ends
+           where the next thing begins at the margin.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+from .layouts import Blank, text_of
+
+HERE = "\n# The answer stands here.\n"
+BLOCK = re.compile(r"(?:```[^\n`]*|\[BEGIN\])\n(.*?)(?:\n```|\[DONE\]|\Z)", re.DOTALL)
+
+
+def program(text: str, reference: str) -> tuple[str, str]:
+    """(program, tests) of an answer; of a chat answer the first block of code counts, closed or not."""
+    head, _, tests = reference.rpartition(HERE)
+    block = BLOCK.search(text)
+    code = block.group(1) if block else text
+    if head:
+        # Some tokenizers swallow a text's first space; less than four would never parse below the docstring.
+        code = re.sub(r"\A {1,3}(?=\S)", "    ", code)
+    return head + code, tests
+
+
+def testable(reference: str) -> bool:
+    """Whether the tests are Python; others would score every answer 0."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about how the tests are written
+            compile(reference.rpartition(HERE)[2], "tests", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def mbpp_row(row: dict, place: str) -> dict:
+    """The row with the task in `text`, its tests as they are shown in `tests`, and with their set-up in `test_list`."""
+    task = text_of(row, "prompt" if "prompt" in row and "text" not in row else "text", place)
+    if not task.strip():
+        raise Blank(f"{place} has an empty task (field text); fill it or delete the row")
+    listed = row.get("test_list")
+    count = len(listed) if isinstance(listed, list) else 1
+    tests = "\n".join(text_of(row, f"test_list.{i}", place) for i in range(count))
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    return {**row, "text": task, "tests": tests, "test_list": f"{setup}\n{tests}" if tests.strip() else ""}
+
+
+def humaneval_row(row: dict, place: str) -> dict:
+    """The row with head, tests and their call as one text in `test`."""
+    head, test, name = (text_of(row, field, place) for field in ("prompt", "test", "entry_point"))
+    if "def check(" not in test:
+        raise Blank(f"{place} must define check(candidate) in the field test, got {test[:60]!r}")
+    return {**row, "test": f"{head}{HERE}{test}\n\ncheck({name})\n"}
