@@ -38,7 +38,7 @@ def greedy_tree(call: Call) -> None:
     call.normalise(left_off=1)
     call.start(start, COUPLED=False)
     call.residual(call.nodes, marked=1)
-    call.finish(finish, call.nodes)
+    call.finish(finish, call.nodes, COUPLED=False)
     call.walk(coupled=False)
     call.select(marked=1)
 
@@ -48,7 +48,7 @@ def univer(call: Call) -> None:
     call.start(start, COUPLED=True)
     for _, nodes in tree.levels(call.parents, call.nodes.device):
         call.residual(nodes, marked=1)
-        call.finish(finish, nodes)
+        call.finish(finish, nodes, COUPLED=True)
     call.walk(coupled=True)
     call.select(marked=1)
 
@@ -84,8 +84,10 @@ def start(
 
 
 @triton.jit
-def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr):
-    """ACCEPT and MASS of the children, EMIT and NULL of the node, from its residual off the children."""
+def finish(
+    tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr
+):
+    """ACCEPT of the children, EMIT and NULL of the node, from its residual off the children; MASS if COUPLED."""
     place = tl.program_id(0)
     b, n = place // count, tl.load(nodes + place % count)
     node = b * N + n
@@ -108,15 +110,16 @@ def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.const
     rest = tl.sum(tl.load(sums + node * T + tile, tile < T, 0.0), 0)
     scale = quotient(1 - accept, 1 - mass + rest + tl.sum(others, 0))
     share = tl.where(lane == children - 1, accept, others * scale)
-    give_back(state, column, lane < children, share, scale * rest, (1 - mass) * scale, size, node)
+    give_back(state, column, lane < children, share, scale * rest, (1 - mass) * scale, size, node, COUPLED)
 
 
 @triton.jit
-def give_back(state, column, here, share, emit, null, size, node):
-    """Store a node's plan: ACCEPT and, for the coupled composition, MASS of its children; its own EMIT and NULL."""
-    # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
-    later = tl.cumsum(share, 0, reverse=True) + (emit + null)
+def give_back(state, column, here, share, emit, null, size, node, COUPLED: tl.constexpr):
+    """Store a node's plan: ACCEPT and, if COUPLED, MASS of its children; its own EMIT and NULL."""
     tl.store(column + ACCEPT * size, share, here)
-    tl.store(column + MASS * size, tl.where(later > 0, share / later, 0.0), here)
+    if COUPLED:
+        # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
+        later = tl.cumsum(share, 0, reverse=True) + (emit + null)
+        tl.store(column + MASS * size, tl.where(later > 0, share / later, 0.0), here)
     tl.store(state + EMIT * size + node, emit)
     tl.store(state + NULL * size + node, null)

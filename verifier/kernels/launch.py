@@ -57,7 +57,7 @@ class Call:
         self.cut = {"CUT": cuts is not None}
         self.lanes = {"TILES": _power(self.tiles)}
         self.children = {"M": _power(len(self.shape) - rows.CHILDREN.value)}
-        self.tiled = {"TILE": self.tile, "num_warps": 8 if self.tile > 2048 else 4}
+        self.tiled = {"TILE": self.tile, "num_warps": self.tile // 256}
 
     def normalise(self, left_off: int) -> None:
         grid = (self.sizes[0] * self.tiles,)
@@ -77,12 +77,12 @@ class Call:
             len(nodes), turn, MARKED=marked > 0, PATH=path, **self.cut, **self.tiled,
         )  # fmt: skip
 
-    def finish(self, kernel: Any, nodes: Tensor, *numbers: int) -> None:
+    def finish(self, kernel: Any, nodes: Tensor, *numbers: int, **constants: bool) -> None:
         """One program a request and node of `nodes`, after their residual pass."""
         grid = (len(self.tokens) * len(nodes),)
         scratch = self.tokens, self.shape, self.state, self.sums, nodes
         sizes = *self.sizes, self.tiles, len(nodes)
-        kernel[grid](*scratch, *sizes, *numbers, **self.lanes, **self.children, num_warps=1)
+        kernel[grid](*scratch, *sizes, *numbers, **self.lanes, **self.children, **constants, num_warps=1)
 
     def walk(self, coupled: bool) -> None:
         nodes = _power(self.sizes[1])
@@ -94,12 +94,12 @@ class Call:
     def select(self, marked: int = 0) -> None:
         rows.select[(len(self.tokens),)](
             *self.inputs, self.shape, self.parts, self.state, self.sums, self.uniform, self.stop, self.token,
-            *self.layout, MARKED=marked, **self.cut, **self.lanes, TILE=self.tile, num_warps=max(4, self.tile // 256),
+            *self.layout, MARKED=marked, **self.cut, **self.lanes, **self.tiled,
         )  # fmt: skip
 
 
 def tile_size(vocabulary: int) -> int:
-    """Tokens a program reads: about 32 programs a row, so that a few rows fill a GPU; at most 16 tokens a thread."""
+    """Tokens a program reads: about 32 programs a row, so that a few rows fill a GPU; 8 tokens a thread."""
     return min(max(_power(-(-vocabulary // 32)), 512), 4096)
 
 

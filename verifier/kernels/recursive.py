@@ -1,8 +1,8 @@
 """Recursive rejection of distinct children, from logits (law: plans.without_replacement).
 
-After j children the residual off the children is max(mass v - step q, 0) with one number `step` that has grown by each of
-them, so a turn costs one pass and writes no row; at the children, where the shrinking row differs from q by more than a
-factor, the wanted mass is kept as numbers (WANTED).
+After some children the residual off the children is max(mass v - step q, 0) with one number `step` that each of them
+made larger; so a turn costs one pass and writes no row. At the children, where the shrinking row differs from q by more
+than a factor, the wanted mass is kept as numbers (WANTED).
 
     rrsw         1 + M passes over V of a node with M children, 1 of a leaf: `normalise`, which also sums the draft's
                  row off the children, and `residual` once a child, for all nodes at once.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import tree
 from .greedy import give_back
@@ -44,7 +45,7 @@ from .rows import (
 def rrsw(call: Call) -> None:
     call.normalise(left_off=2)
     call.start(start, COUPLED=False)
-    _turns(call, call.nodes, max(map(len, tree.child_lists(call.parents))))
+    _turns(call, call.nodes, max(map(len, tree.child_lists(call.parents))), coupled=False)
     call.walk(coupled=False)
     call.select(marked=2)
 
@@ -54,17 +55,17 @@ def traversal(call: Call) -> None:
     call.start(start, COUPLED=True)
     children = tree.child_lists(call.parents)
     for ids, nodes in tree.levels(call.parents, call.nodes.device):
-        _turns(call, nodes, max(len(children[node]) for node in ids))
+        _turns(call, nodes, max(len(children[node]) for node in ids), coupled=True)
     call.walk(coupled=True)
     call.select(marked=2)
 
 
-def _turns(call: Call, nodes, most: int) -> None:
+def _turns(call: Call, nodes: Tensor, most: int, coupled: bool) -> None:
     """`most` children one after the other; the first pass also sees what leaves cost."""
-    call.finish(turn, nodes, 0)
+    call.finish(turn, nodes, 0, COUPLED=coupled)
     for child in range(max(most, 1)):
         call.residual(nodes, turn=child, marked=2)
-        call.finish(turn, nodes, child + 1)
+        call.finish(turn, nodes, child + 1, COUPLED=coupled)
 
 
 @triton.jit
@@ -89,7 +90,10 @@ def start(
 
 
 @triton.jit
-def turn(tokens, shape, state, sums, nodes, size, N, T, count, turn, TILES: tl.constexpr, M: tl.constexpr):
+def turn(
+    tokens, shape, state, sums, nodes, size, N, T, count, turn, TILES: tl.constexpr, M: tl.constexpr,
+    COUPLED: tl.constexpr,
+):  # fmt: skip
     """Settles child turn - 1 of a node with the residual mass of its pass, then tries child `turn` or gives back."""
     place = tl.program_id(0)
     b, n = place // count, tl.load(nodes + place % count)
@@ -122,7 +126,7 @@ def turn(tokens, shape, state, sums, nodes, size, N, T, count, turn, TILES: tl.c
     tl.store(column + PROPOSAL * size, proposal, here)
     if turn == children:
         share = tl.load(column + ACCEPT * size, here, 0.0)
-        give_back(state, column, here, share, reach * alpha * total, reach * null, size, node)
+        give_back(state, column, here, share, reach * alpha * total, reach * null, size, node, COUPLED)
     else:
         # a child of draft probability zero is absent, or a duplicate of one that was removed
         mine = lane == turn
