@@ -27,12 +27,15 @@ class Method:
     law:       what is given: any function from a tree to its law. What is kept: the same, after `validate`.
     drafting:  the drafting law it is used with, one of DRAFTINGS.
     exact_for: all drafting laws it is exact for; a delayed tree counts as the law below its trunk.
+    kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument; None where a method
+               has none.
     unchecked: the law without validation, which waits for no device; for loops whose rows are known to be sound.
     """
 
     law: Callable[[DraftTree], Law]
     drafting: str
     exact_for: tuple[str, ...] = ()
+    kernel: Callable | None = None
     unchecked: Callable[[DraftTree], Law] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -95,9 +98,18 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
     return rows / torch.where(total > 0, total, 1)
 
 
+def _kernel(name: str) -> Callable:
+    def kernel(*arguments, **options):
+        from .kernels import verify  # registers an operation with torch: only where it is used
+
+        return verify(name, *arguments, **options)
+
+    return kernel
+
+
 METHODS: dict[str, Method] = {
-    "token": Method(top_down(plans.rejection), "chain"),
-    "block": Method(conditional(plans.rejection, ahead=plans.chain_masses), "chain"),
+    "token": Method(top_down(plans.rejection), "chain", kernel=_kernel("token")),
+    "block": Method(conditional(plans.rejection, ahead=plans.chain_masses), "chain", kernel=_kernel("block")),
     "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
     "specinfer": Method(top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")),
     "kseq": Method(top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")),
@@ -105,12 +117,16 @@ METHODS: dict[str, Method] = {
         top_down(plans.without_replacement, merge=True),
         "without_replacement",
         ("without_replacement", "paths", "chain"),
+        kernel=_kernel("rrsw"),
     ),
     "traversal": Method(
         conditional(plans.without_replacement, merge=True),
         "without_replacement",
         ("without_replacement", "paths", "chain"),
+        kernel=_kernel("traversal"),
     ),
-    "greedy_tree": Method(top_down(plans.greedy_transport), "greedy", ("greedy", "chain")),
-    "univer": Method(conditional(plans.greedy_transport), "greedy", ("greedy", "chain")),
+    "greedy_tree": Method(
+        top_down(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("greedy_tree")
+    ),
+    "univer": Method(conditional(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("univer")),
 }
