@@ -53,9 +53,9 @@ class Shard:
     substituted:  [X] bool, True where it replaced the target's own token (maximal coupling of target and blend)
     features:     [X, 12] float32, `logit_features` of the two rows
     hidden:       [X, H_draft + H_target] float16, last hidden states, or None
-    target_top_index, draft_top_index: [X, K] int32, the K most likely tokens, or None
-    target_top, draft_top:             [X, K] float16, their logits, or None
-    target_rest, draft_rest:           [X] float32, the probability outside those K, or None
+    top_index:              [X, K] int32, the K tokens with the largest sum of both probabilities, or None
+    target_top, draft_top:  [X, K] float16, their log-probabilities, at least log 1e-30, or None
+    target_rest, draft_rest: [X] float32, the probability outside those K, or None
     """
 
     start: Tensor
@@ -71,8 +71,7 @@ class Shard:
     substituted: Tensor
     features: Tensor
     hidden: Tensor | None = None
-    target_top_index: Tensor | None = None
-    draft_top_index: Tensor | None = None
+    top_index: Tensor | None = None
     target_top: Tensor | None = None
     draft_top: Tensor | None = None
     target_rest: Tensor | None = None
@@ -106,8 +105,7 @@ LAYOUT = {
     "substituted": (torch.bool, "X"),
     "features": (torch.float32, "XF"),
     "hidden": (torch.float16, "XH"),
-    "target_top_index": (torch.int32, "XK"),
-    "draft_top_index": (torch.int32, "XK"),
+    "top_index": (torch.int32, "XK"),
     "target_top": (torch.float16, "XK"),
     "draft_top": (torch.float16, "XK"),
     "target_rest": (torch.float32, "X"),

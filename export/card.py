@@ -34,6 +34,7 @@ def make_card(head: WeightHead, training: dict[str, Any], draft_length: int, bia
             "width": head.width,
             "draft_hidden": head.draft_hidden,
             "target_hidden": head.target_hidden,
+            "blend": training.get("settings", {}).get("blend", "probabilities"),
         },
         "features": dict(FEATURES) if head.needs_logits else {},
         "bias": bias,

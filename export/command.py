@@ -37,12 +37,14 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
     head = _read_head(run, training["head"])
     last = list(head.net.modules())[-1]
     last.bias.data += bias
-    write_bundle(out, head, make_card(head, training, draft_length, bias))
+    card = make_card(head, training, draft_length, bias)
+    write_bundle(out, head, card)
     if results:
         from ..eval.speed import summarise
 
         add_frontier(out, summarise(results))
-    print(f"bundle written to {out}: load it with --relaxation {out}")
+    relaxation = out if card["head"]["blend"] == "probabilities" else f"'{out};blend={card['head']['blend']}'"
+    print(f"bundle written to {out}: load it with --relaxation {relaxation}")
 
 
 def _read_training(run: Path) -> dict[str, Any]:

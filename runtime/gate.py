@@ -44,7 +44,12 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
         return Gate(_checked(_made(relaxation.source, pair.tokenizer), relaxation.source))
     from ..export.bundle import load_bundle
 
-    head = load_bundle(relaxation.source, pair.target, pair.draft, sampling).head.to(pair.target.device)
+    bundle = load_bundle(relaxation.source, pair.target, pair.draft, sampling)
+    if (blend := bundle.card["head"].get("blend", "probabilities")) != relaxation.blend:
+        raise ValueError(
+            f"bundle {relaxation.source} was trained for the blend of {blend}; write {relaxation.source};blend={blend}"
+        )
+    head = bundle.head.to(pair.target.device)
     bias = relaxation.bias or 0.0
     return Gate(lambda draft, target, hidden: head.weight(draft, target, hidden, bias), head.needs_hidden)
 

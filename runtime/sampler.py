@@ -144,7 +144,7 @@ class Sampler:
         if self.hidden:
             columns["hidden"] = hidden.half()
         if self.store_logits:
-            columns |= _top(logits, self.store_logits)
+            columns |= _top(target, draft, self.store_logits)
         return token, columns
 
     def _weight(self, draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
@@ -185,11 +185,12 @@ def couple(target: Tensor, relaxed: Tensor, coins: Tensor) -> tuple[Tensor, Tens
     return torch.where(replaced, other, own).squeeze(1), replaced.squeeze(1)
 
 
-def _top(logits: list[Tensor], k: int) -> dict[str, Tensor]:
-    """The k largest logits of both models, their tokens, and the probability (at temperature 1) outside them."""
-    columns = {}
-    for name, values in zip(("target", "draft"), logits, strict=True):
-        top, index = values.float().topk(min(k, values.shape[-1]), dim=-1)
-        mass = (top - values.float().logsumexp(-1, keepdim=True)).exp().sum(-1)
-        columns |= {f"{name}_top": top.half(), f"{name}_top_index": index.int(), f"{name}_rest": (1 - mass).clamp(0, 1)}
+def _top(target: Tensor, draft: Tensor, k: int) -> dict[str, Tensor]:
+    """Of rows [B, V]: the k tokens with the largest sum, both log-probabilities, and the mass outside them."""
+    index = (target + draft).topk(min(k, target.shape[-1]), dim=-1).indices
+    columns = {"top_index": index.int()}
+    for name, rows in (("target", target), ("draft", draft)):
+        kept = rows.gather(-1, index)
+        columns[f"{name}_top"] = kept.clamp_min(1e-30).log().half()
+        columns[f"{name}_rest"] = (1 - kept.sum(-1)).clamp(0, 1)
     return columns

@@ -27,6 +27,7 @@ RULES = [
     "none",
     "ensemble:0.3",
     "ensemble:0.3;bias=0.7",
+    "ensemble:0.3;blend=logits",
     "lenient:0.5",
     "cascade-opt:0.2",
     "cascade-diff:0.1",
@@ -47,6 +48,8 @@ def by_hand(text: str, p: list[float], q: list[float], weight: float) -> list[fl
     entropy = -sum(x * math.log(x) for x in p if x)
     if text == "none":
         return p
+    if text.endswith("blend=logits"):
+        return norm([max(x, 1e-30) ** (1 - weight) * max(y, 1e-30) ** weight for x, y in zip(p, q, strict=True)])
     if text.startswith("ensemble") or text == "learned":
         return [(1 - weight) * x + weight * y for x, y in zip(p, q, strict=True)]
     if text == "lenient:0.5":
@@ -67,7 +70,7 @@ def by_hand(text: str, p: list[float], q: list[float], weight: float) -> list[fl
 
 def relaxed_pair(pair: Pair, text: str, weight: torch.Tensor) -> torch.Tensor:
     """[C, V] relaxed row of every context."""
-    if text == "ensemble:0.3":
+    if text in ("ensemble:0.3", "ensemble:0.3;blend=logits"):
         weight = torch.full_like(weight, 0.3)
     if text == "ensemble:0.3;bias=0.7":
         weight = torch.full_like(weight, 1 / (1 + math.exp(-math.log(0.3 / 0.7) - 0.7)))
@@ -288,7 +291,9 @@ def test_the_name_of_a_folder_is_a_bundle(tmp_path, monkeypatch):
         ("lerned", "did you mean learned"),
         ("", "known are none, ensemble"),
         ("none;budget=-1", "budget must be at least 0"),
-        ("none;bias", "bias=NUMBER or budget=NUMBER"),
+        ("none;bias", "bias=NUMBER, budget=NUMBER or blend=logits, once each"),
+        ("ensemble:0.5;blend=sum", "blend must be probabilities or logits, got sum"),
+        ("lenient:0.5;blend=logits", "lenient has no weight, so nothing to blend"),
         ("none;budget=1;budget=2", "once each"),
     ],
 )

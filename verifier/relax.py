@@ -10,6 +10,7 @@
     cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the target
     typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread by the target
 
+`;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the paper's code does.
 After any of them `;bias=0.5` (added to the logit of the weight, where the weight is computed: the gate's logit, or
 the ensemble's constant; rules without a weight have none to shift) and `;budget=3` (expected substitutions per text).
 
@@ -58,6 +59,7 @@ class Relaxation:
     bias:       added to the logit of the weight where it is computed, or None.
     budget:     largest sum of substitutions along a text, or None.
     source:     for "learned": a bundle folder or `package.module:NAME`, else "".
+    blend:      of ensemble and learned: "probabilities" or "logits".
     """
 
     name: str
@@ -65,6 +67,7 @@ class Relaxation:
     bias: float | None = None
     budget: float | None = None
     source: str = ""
+    blend: str = "probabilities"
 
     @property
     def constant(self) -> float | None:
@@ -104,15 +107,22 @@ def relax(
     if rule.name in ("ensemble", "learned"):
         share = torch.full_like(tree.target[..., 0], rule.constant) if weight is None else weight.to(tree.target.dtype)
         share = torch.where(drafted, share, 0)
+        if rule.blend == "logits":
+            rows = geometric_rows(tree.target, tree.draft, share.unsqueeze(-1))
+            return _within_budget(tree, rows, share > 0, rule, spent)
         if rule.budget is not None:
             cost = share.double() * _distance(tree.target, tree.draft)
             share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
         return replace(tree, target=torch.lerp(tree.target, tree.draft, share.unsqueeze(-1)))
     wide = torch.promote_types(tree.target.dtype, torch.float32)
     rows = RULES[rule.name].rows(tree.target.to(wide), tree.draft.to(wide), *rule.parameters).to(tree.target.dtype)
-    keep = drafted
+    return _within_budget(tree, rows, drafted, rule, spent)
+
+
+def _within_budget(tree: DraftTree, rows: Tensor, keep: Tensor, rule: Relaxation, spent: Tensor | None) -> DraftTree:
+    """The tree with `rows` [B, N, V] as target where `keep` [B, N] and the budget allow it."""
     if rule.budget is not None:
-        cost = torch.where(drafted, _distance(tree.target, rows), 0)
+        cost = torch.where(keep, _distance(tree.target, rows), 0)
         keep = keep & _affordable(cost, tree.parents, rule.budget, spent)
     return replace(tree, target=torch.where(keep.unsqueeze(-1), rows, tree.target))
 
@@ -136,22 +146,33 @@ def path_sum(values: Tensor, parents: tuple[int, ...]) -> Tensor:
 def parse(text: str) -> Relaxation:
     """The relaxation a string names; ValueError with one sentence for anything else."""
     head, *options = (part.strip() for part in str(text).split(";"))
-    chosen = {}
+    chosen: dict[str, float | str] = {}
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
-        if key not in ("bias", "budget") or not equals or key in chosen:
+        if key not in ("bias", "budget", "blend") or not equals or key in chosen:
             raise ValueError(
-                f"relaxation {text!r}: after `;` comes bias=NUMBER or budget=NUMBER, once each; got {option!r}"
+                f"relaxation {text!r}: after `;` comes bias=NUMBER, budget=NUMBER or blend=logits, once each; "
+                f"got {option!r}"
             )
-        chosen[key] = _number(text, key, value)
+        chosen[key] = value if key == "blend" else _number(text, key, value)
+    if chosen.get("blend", "logits") not in ("logits", "probabilities"):
+        raise ValueError(f"relaxation {text!r}: blend must be probabilities or logits, got {chosen['blend']}")
     if chosen.get("budget", 0) < 0:
         raise ValueError(f"relaxation {text!r}: budget must be at least 0 substitutions, got {chosen['budget']:g}")
-    return replace(_head(text, head), **chosen)
+    rule = replace(_head(text, head), **chosen)
+    if rule.blend == "logits" and rule.name not in ("ensemble", "learned"):
+        raise ValueError(f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out blend=logits")
+    return rule
 
 
 def ensemble_rows(target: Tensor, draft: Tensor, weight: float) -> Tensor:
     """(1-w) target + w draft."""
     return torch.lerp(target, draft, weight)
+
+
+def geometric_rows(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
+    """target^(1-w) draft^w, normalised; weight [..., 1]. A probability below 1e-30 counts as 1e-30."""
+    return torch.lerp(target.clamp_min(1e-30).log(), draft.clamp_min(1e-30).log(), weight).softmax(-1)
 
 
 def lenient_rows(target: Tensor, draft: Tensor, leniency: float) -> Tensor:

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import torch
 from diversed.data.traces import Shard, write_manifest, write_shard
+from diversed.runtime.sampler import _top
 from diversed.verifier.head import logit_features
+from diversed.verifier.relax import geometric_rows
 
 VOCABULARY = 6
 
 
-def synthetic_shard(texts: int, prompt: int = 0, samples: int = 4, hidden: int = 0, weight: float = 0.5, seed: int = 0):
+def synthetic_shard(
+    texts: int, prompt: int = 0, samples: int = 4, hidden: int = 0, weight: float = 0.5, seed: int = 0,
+    blend: str = "probabilities",
+):  # fmt: skip
     """A shard of `texts` texts of 2 to 9 tokens; the reward halves with every substitution where TV is above 0.5."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.randint(2, 10, (texts,), generator=generator)
@@ -20,9 +25,12 @@ def synthetic_shard(texts: int, prompt: int = 0, samples: int = 4, hidden: int =
     logits = 2 * torch.randn(2, positions, VOCABULARY, generator=generator)
     draft, target = logits.softmax(-1)
     own = torch.multinomial(target, 1, generator=generator)
-    blend = (1 - weight) * target + weight * draft
-    keep = torch.rand(positions, 1, generator=generator) <= blend.gather(1, own) / target.gather(1, own)
-    other = torch.multinomial((draft - target).clamp_min(0) + 1e-12, 1, generator=generator)
+    blend_row, extra = (1 - weight) * target + weight * draft, draft - target
+    if blend == "logits":
+        blend_row = geometric_rows(target, draft, torch.full_like(target[..., :1], weight))
+        extra = blend_row - target
+    keep = torch.rand(positions, 1, generator=generator) <= blend_row.gather(1, own) / target.gather(1, own)
+    other = torch.multinomial(extra.clamp_min(0) + 1e-12, 1, generator=generator)
     token, substituted = torch.where(keep, own, other), ~keep.squeeze(1)
     tv = 0.5 * (draft - target).abs().sum(-1)
     text = torch.repeat_interleave(torch.arange(texts), length)
@@ -41,6 +49,7 @@ def synthetic_shard(texts: int, prompt: int = 0, samples: int = 4, hidden: int =
         substituted=substituted,
         features=logit_features(draft, target),
         hidden=torch.randn(positions, hidden, generator=generator).half() if hidden else None,
+        **(_top(target, draft, VOCABULARY) if blend == "logits" else {}),
     )
 
 
@@ -53,13 +62,14 @@ def synthetic_traces(
     weight: float = 0.5,
     seed: int = 0,
     reward: float | None = None,
+    blend: str = "probabilities",
 ) -> Path:
     """A complete folder of traces; `hidden` are the sizes (draft, target), `reward` is that of every text if given."""
     per_shard = prompts // shards
     entries = []
     for index in range(shards):
         first, shard_seed = index * per_shard, 1000 * seed + index
-        shard = synthetic_shard(per_shard * samples, first, samples, sum(hidden), weight, shard_seed)
+        shard = synthetic_shard(per_shard * samples, first, samples, sum(hidden), weight, shard_seed, blend)
         if reward is not None:
             shard.reward.fill_(reward)
         entries.append(write_shard(folder, index, shard))
@@ -70,10 +80,10 @@ def synthetic_traces(
         "tokenizer": "k",
         "vocab": VOCABULARY,
         "sampling": {"temperature": 1.0},
-        "relaxation": f"ensemble:{weight}",
+        "relaxation": f"ensemble:{weight}" + (";blend=logits" if blend == "logits" else ""),
         "task": "made-up",
         "metric": "score",
-        "seed": seed,
+        "seed": 0,
         "prompts": per_shard * shards,
         "samples": samples,
         "unit": per_shard,
