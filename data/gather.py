@@ -45,6 +45,7 @@ def gather(
     split: str = "train",
     prompts: int = 400,
     samples: int = 4,
+    first_sample: int = 0,
     relaxation: str = "ensemble:0.3",
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     max_prompt_tokens: int = 384,
@@ -66,17 +67,18 @@ def gather(
         out: folder for the shards and their manifest; a folder begun with the same options is continued.
         target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
         draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        task: sums, gsm8k, cnndm, xsum, wmt, or jsonl for any file with named fields.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named fields.
         data: where the task's rows come from.
         split: train, validation or test.
         prompts: how many prompts of the split.
         samples: texts for each prompt; the policy gradient needs several.
+        first_sample: number of a prompt's first text; texts of other numbers are other texts of the same prompts.
         relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share) or a bundle folder.
         sampling: temperature, top_k, top_p, min_p of both models.
         max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
         max_new_tokens: tokens a text may have; by default the task's own number.
         hidden: also store the last hidden states of both models, float16.
-        store_logits: also store this many largest logits of both models, for the `blend: logits` ablation.
+        store_logits: also store the log-probabilities of this many tokens, for training with `blend: logits`.
         unit: prompts per shard; unit x samples texts are decoded together.
         seed: of the order of prompts and of the sampled texts.
         dtype: auto, float32, bfloat16 or float16.
@@ -89,6 +91,7 @@ def gather(
     within(1, prompts=prompts, unit=unit, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
     within(1, MOST_THREADS, threads=threads)
     within(1, MOST_SAMPLES, samples=samples)
+    within(0, MOST_SAMPLES - samples, first_sample=first_sample)
     within(0, MOST_SEED, seed=seed)
     within(0, store_logits=store_logits)
     num_shards, shard_index = worker(num_shards, shard_index)
@@ -102,7 +105,8 @@ def gather(
         "draft": {"name": draft, "hash": pair.draft.hash, "hidden_size": pair.draft.hidden_size},
         "tokenizer": pair.tokenizer_hash, "vocab": pair.vocab, "sampling": vars(sampling), "relaxation": relaxation,
         "task": task, "source": loaded.source, "split": split, "metric": loaded.metric, "seed": seed,
-        "prompts": len(loaded.examples), "samples": samples, "unit": unit, "max_prompt_tokens": max_prompt_tokens,
+        "prompts": len(loaded.examples), "samples": samples, "first_sample": first_sample, "unit": unit,
+        "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": new_tokens, "hidden": hidden, "store_logits": store_logits, "dtype": str(pair.target.dtype),
         "device": str(pair.target.device), "threads": threads, "versions": versions(),
     }  # fmt: skip
@@ -148,7 +152,7 @@ def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:
     hidden_numbers: H_draft + H_target where hidden states are stored, else 0.
     """
     scalars = 4 + 4 * 4 + 1 + 4 * len(FEATURES)
-    return scalars + 2 * hidden_numbers + (store_logits * 2 * (4 + 2) + 2 * 4 if store_logits else 0)
+    return scalars + 2 * hidden_numbers + (store_logits * (4 + 2 * 2) + 2 * 4 if store_logits else 0)
 
 
 class _Gathering:
@@ -241,11 +245,11 @@ class _Gathering:
         examples = self.task.examples[first : first + size]
         limit = min(self.settings["max_prompt_tokens"], _room(sampler.pair, sampler.max_new_tokens))
         prompts = {first + i: self.task.encode(e, sampler.pair.tokenizer, limit) for i, e in enumerate(examples)}
-        seed = self.settings["seed"]
-        texts = sampler.run(prompts, samples, lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ sample)
+        seed, begin = self.settings["seed"], self.settings["first_sample"]
+        texts = sampler.run(prompts, samples, lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample))
         rewards = [self._reward(text, examples[i // samples]) for i, text in enumerate(texts)]
         names = [name for name in prompts for _ in range(samples)]
-        return as_shard(texts, names, [i % samples for i in range(len(texts))], rewards)
+        return as_shard(texts, names, [begin + i % samples for i in range(len(texts))], rewards)
 
     def _reward(self, text: Sample, example) -> float:
         if not self.task.scores_text:
@@ -267,7 +271,9 @@ class _Gathering:
         manifests = [read_manifest(self.out, incomplete=True, name=part) for part in parts]
         if all(manifest["complete"] for manifest in manifests):
             shards = sorted((entry for m in manifests for entry in m["shards"]), key=lambda entry: entry["file"])
-            write_manifest(self.out, {"complete": True, **self.settings, "shards": shards})
+            # Two processes may end at the same moment: each writes a file of its own, and either may come last.
+            whole = {"complete": True, **self.settings, "shards": shards}
+            os.replace(write_manifest(self.out, whole, f"{self.name}.whole"), self.out / MANIFEST)
 
 
 def as_shard(texts: list[Sample], prompts: list[int], samples: list[int], rewards: list[float]) -> Shard:

@@ -8,6 +8,7 @@ the same batches. Held-out prompts are a pure function of the seed alone, the sa
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pytorch_lightning import LightningDataModule
@@ -16,29 +17,34 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .traces import MANIFEST, read_manifest, read_shard, sha256
+from ..verifier.relax import parse
+from .traces import MANIFEST, Shard, read_manifest, read_shard, sha256
 
 # Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
 PADDING = {
     "target_prob": 1.0, "draft_prob": 1.0, "tv": 0.0, "weight": 0.5, "substituted": False, "features": 0.0,
-    "hidden": 0.0,
+    "hidden": 0.0, "target_top": 0.0, "draft_top": 0.0, "target_rest": 0.0, "draft_rest": 0.0,
 }  # fmt: skip
-PER_TEXT = ("reward", "advantage", "base")
+PER_TEXT = ("reward", "advantage", "base", "graded", "counts")
 SCALARS = ("target_prob", "draft_prob", "tv", "weight", "substituted", "features")
+LOGITS = ("target_top", "draft_top", "target_rest", "draft_rest")
 
 
 class Texts(Dataset):
     """The texts of one or several folders of traces.
 
     Item i is a dict of target_prob, draft_prob, tv, weight, substituted [T], features [T, 12], hidden [T, H] float16
-    (if asked for), reward, advantage and base []. The advantage is the reward minus the mean reward of the prompt's
-    texts in the same folder; the base is what the target's own text of that prompt is expected to earn.
+    and the log-probabilities of `LOGITS` (if asked for), reward, advantage, base, graded and counts []. The advantage
+    is the reward minus the mean reward of the prompt's texts in the same folder; the base is what the target's own text
+    of that prompt is expected to earn; graded says whether any reward is neither 0 nor 1; counts is False for the item
+    ~i, which is text i in the hands of a process that has none.
     """
 
-    def __init__(self, folders: list[str], hidden: bool):
+    def __init__(self, folders: list[str], hidden: bool = False, logits: bool = False, reward: str = "task"):
         self._files: dict[Path, object] = {}
+        self._kept = (*SCALARS, *(LOGITS if logits else ()))
         columns: dict[str, list[Tensor]] = {
-            name: [] for name in (*SCALARS, "start", "length", "reward", "prompt", "group")
+            name: [] for name in (*self._kept, "start", "length", "reward", "prompt", "group")
         }
         self._where: list[tuple[Path, int]] = []  # of every text: its file and first position there, for hidden states
         self._hidden, offset = hidden, 0
@@ -46,12 +52,12 @@ class Texts(Dataset):
             manifest = read_manifest(folder)
             for entry in manifest["shards"]:
                 shard = read_shard(folder, entry, manifest)
-                _refuse_unusable(Path(folder) / entry["file"], shard, manifest, hidden)
-                for name in SCALARS:
+                _refuse_unusable(Path(folder) / entry["file"], shard, manifest, hidden, logits)
+                for name in self._kept:
                     columns[name].append(getattr(shard, name))
                 columns["start"].append(shard.start[:-1] + offset)
                 columns["length"].append(shard.start.diff())
-                columns["reward"].append(shard.reward)
+                columns["reward"].append(shard.reward if reward == "task" else likelihood(shard))
                 columns["prompt"].append(shard.prompt)
                 columns["group"].append(shard.prompt + (number << 40))
                 self._where += [(Path(folder) / entry["file"], int(start)) for start in shard.start[:-1]]
@@ -61,17 +67,20 @@ class Texts(Dataset):
         self.advantage = advantage(self.reward, self._columns["group"])
         starts = self._columns["start"]
         self.base = base(self.reward, self.prompt, untouched(self._columns["substituted"], starts, self.length))
+        self.graded = ((self.reward != 0) & (self.reward != 1)).any().expand(len(self.reward))
 
     def __len__(self) -> int:
         return len(self.length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        index, counts = (index, True) if index >= 0 else (~index, False)
         start, length = int(self._columns["start"][index]), int(self.length[index])
-        item = {name: self._columns[name][start : start + length] for name in SCALARS}
+        item = {name: self._columns[name][start : start + length] for name in self._kept}
         if self._hidden:
             file, first = self._where[index]
             item["hidden"] = self._open(file).get_slice("hidden")[first : first + length]
-        return item | {name: getattr(self, name)[index] for name in PER_TEXT}
+        item |= {name: getattr(self, name)[index] for name in PER_TEXT if name != "counts"}
+        return item | {"counts": torch.tensor(counts)}
 
     def _open(self, file: Path):
         """A shard's file, opened once and mapped into memory."""
@@ -93,20 +102,32 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Order(Sampler):
-    """The texts `index` [S] in an order that is a pure function of (seed, epoch). Lightning calls `set_epoch`."""
+    """This process's texts out of `index` [S] in an order that is a pure function of (seed, epoch).
 
-    def __init__(self, index: Tensor, seed: int):
+    A batch is `batch` texts over all processes; of each, process `rank` of `world` has every world-th from the rank-th
+    on. Where the last batch has none for it, it gets a text that does not count (the complement of an index): processes
+    step together. No seed leaves the order as it is. Lightning calls `set_epoch`.
+    """
+
+    def __init__(self, index: Tensor, seed: int | None = None, batch: int = 1, world: int = 1, rank: int = 0):
+        assert batch % world == 0, f"{world} processes cannot share {batch} texts"
         self.index, self.seed, self.epoch = index, seed, 0
+        self.each, self.world, self.rank = batch // world, world, rank
+        self.lacks = len(index[rank::world]) <= (-(-len(index) // batch) - 1) * self.each
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index[self.rank :: self.world]) + self.lacks
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
-        return iter(self.index[torch.randperm(len(self.index), generator=generator)].tolist())
+        order = self.index
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
+            order = order[torch.randperm(len(order), generator=generator)]
+        mine = order[self.rank :: self.world].tolist()
+        return iter([*mine, ~int(order[0])] if self.lacks else mine)
 
 
 class TraceModule(LightningDataModule):
@@ -114,14 +135,24 @@ class TraceModule(LightningDataModule):
 
     Args:
         traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of models and one task).
-        batch: texts in a step.
+        batch: texts in a step, shared out to the processes where there are several.
         validation: share of the prompts held out; their texts are never trained on.
         seed: decides the held-out prompts and the order of the texts.
         hidden: read the hidden states; set from the head's features.
+        logits: read the stored log-probabilities; set from the blend.
+        reward: task, the task's score; or likelihood, which needs no references: the mean log-probability of a text's
+            tokens under the target, nats.
     """
 
     def __init__(
-        self, traces: str | list[str], batch: int = 8, validation: float = 0.1, seed: int = 0, hidden: bool = False
+        self,
+        traces: str | list[str],
+        batch: int = 8,
+        validation: float = 0.1,
+        seed: int = 0,
+        hidden: bool = False,
+        logits: bool = False,
+        reward: Literal["task", "likelihood"] = "task",
     ):
         super().__init__()
         if batch < 1:
@@ -131,7 +162,10 @@ class TraceModule(LightningDataModule):
         self.folders = [traces] if isinstance(traces, str | Path) else list(traces)
         if not self.folders:
             raise ValueError("`traces` must name at least one folder of traces, got none")
-        self.batch, self.validation, self.seed, self.hidden = batch, validation, seed, hidden
+        if reward not in ("task", "likelihood"):
+            raise ValueError(f"`reward` must be task or likelihood, got {reward!r}")
+        self.batch, self.validation, self.seed = batch, validation, seed
+        self.hidden, self.logits, self.reward = hidden, logits, reward
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
@@ -153,7 +187,7 @@ class TraceModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self.texts is not None:
             return
-        self.texts = Texts(self.folders, self.hidden)
+        self.texts = Texts(self.folders, self.hidden, self.logits, self.reward)
         if not self.texts.advantage.any() and not _repeated(self.texts.prompt):
             raise ValueError(
                 f"the traces in {self.folders[0]} have one text a prompt, so a reward cannot be compared with the mean "
@@ -168,12 +202,15 @@ class TraceModule(LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.texts, self.batch, sampler=Order(self.train_index, self.seed), collate_fn=collate)
+        return self._loader(self.train_index, self.seed)
 
     def val_dataloader(self) -> DataLoader | list:
-        if not len(self.held_index):
-            return []
-        return DataLoader(self.texts, self.batch, sampler=self.held_index.tolist(), collate_fn=collate)
+        return self._loader(self.held_index) if len(self.held_index) else []
+
+    def _loader(self, index: Tensor, seed: int | None = None) -> DataLoader:
+        world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        order = Order(index, seed, self.batch, world, rank)
+        return DataLoader(self.texts, order.each, sampler=order, collate_fn=collate)
 
     def sample_inputs(self, most: int = 16384) -> tuple[Tensor, Tensor | None, Tensor]:
         """Inputs of the gate at up to about `most` evenly spaced training positions, to fit its standardisation.
@@ -205,6 +242,13 @@ def advantage(reward: Tensor, group: Tensor) -> Tensor:
     return reward - mean[index]
 
 
+def likelihood(shard: Shard) -> Tensor:
+    """[S] float32, the mean log-probability of every text's tokens under the target, nats."""
+    logprob = shard.target_prob.double().clamp_min(1e-30).log()
+    total = torch.cat([torch.zeros(1, dtype=torch.float64), logprob.cumsum(0)])
+    return (total[shard.start].diff() / shard.start.diff()).float()
+
+
 def untouched(substituted: Tensor, start: Tensor, length: Tensor) -> Tensor:
     """[S] bool: the texts without a substitution, which are the target's own; substituted [X], start and length [S]."""
     total = torch.cat([torch.zeros(1, dtype=torch.int64), substituted.long().cumsum(0)])
@@ -233,7 +277,7 @@ def _repeated(prompt: Tensor) -> bool:
     return len(prompt) > len(prompt.unique())
 
 
-def _refuse_unusable(file: Path, shard, manifest: dict, hidden: bool) -> None:
+def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool) -> None:
     if shard.weight.isnan().any():
         raise ValueError(
             f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a blend of both rows, "
@@ -244,15 +288,25 @@ def _refuse_unusable(file: Path, shard, manifest: dict, hidden: bool) -> None:
             f"{file} holds no hidden states, which this head reads; gather with --hidden true, or train one with "
             "--model.features logits"
         )
+    if logits and shard.target_top is None:
+        raise ValueError(
+            f"{file} holds no log-probabilities, which training for `blend` logits reads; gather with --store_logits 64"
+        )
+    if logits != (parse(manifest["relaxation"]).blend == "logits"):
+        raise ValueError(
+            f"{file} was sampled from {manifest['relaxation']!r}, so its texts tell nothing about `blend` "
+            f"{'logits' if logits else 'probabilities'}; gather with a relaxation that "
+            f"{'ends' if logits else 'does not end'} in ;blend=logits"
+        )
 
 
 def _refuse_mixture(folders: list[str], manifests: list[dict]) -> None:
     """Traces of different models, tokenizers or tasks do not train one head."""
     first = manifests[0]
     for folder, manifest in zip(folders, manifests, strict=True):
-        for key in ("target", "draft", "tokenizer", "vocab", "sampling", "task"):
-            if manifest[key] != first[key]:
+        for key in ("target", "draft", "tokenizer", "vocab", "sampling", "task", "source", "split", "seed"):
+            if manifest.get(key) != first.get(key):
                 raise ValueError(
-                    f"{folder} and {folders[0]} differ in `{key}` ({manifest[key]} and {first[key]}); train on traces "
-                    "of one pair of models and one task"
+                    f"{folder} and {folders[0]} differ in `{key}` ({manifest.get(key)} and {first.get(key)}); train on "
+                    "traces of one pair of models, one task and one order of its prompts"
                 )

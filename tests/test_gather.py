@@ -71,13 +71,16 @@ def test_a_trace_holds_the_numbers_of_both_models_at_its_own_contexts():
             "tv": 0.5 * (rows[0] - rows[1]).abs().sum(-1),
             "weight": rows[0].amax(-1) * rows[1].amax(-1),
             "features": logit_features(rows[1], rows[0]),
-            "target_rest": 1 - rows[0].topk(3).values.sum(-1),
         }
+        top = (rows[0] + rows[1]).topk(3).indices
+        expected |= {f"{name}_rest": 1 - row.gather(1, top).sum(-1) for name, row in zip(("target", "draft"), rows)}
         for name, value in expected.items():
             torch.testing.assert_close(text.columns[name], value, atol=1e-5, rtol=1e-4, msg=name)
         # stored as float16: three decimal digits
         torch.testing.assert_close(text.columns["hidden"].float(), hidden, atol=2e-3, rtol=2e-3)
-        assert text.columns["target_top_index"].tolist() == rows[0].topk(3).indices.tolist()
+        assert text.columns["top_index"].tolist() == top.tolist()
+        for name, row in (("target_top", rows[0]), ("draft_top", rows[1])):
+            torch.testing.assert_close(text.columns[name].float(), row.gather(1, top).log(), atol=2e-2, rtol=2e-3)
         assert text.finished == (text.tokens[-1] == 1)
 
 
@@ -90,6 +93,18 @@ def test_texts_do_not_depend_on_the_batch_they_are_sampled_in():
         for s in range(3)
     ]
     assert [t.tokens for t in together] == [t.tokens for t in alone]
+
+
+def test_texts_of_other_sample_numbers_are_other_texts_and_the_same_whoever_samples_them(tmp_path):
+    options = dict(prompts=2, unit=2, max_new_tokens=12, relaxation="ensemble:0.5")
+    whole = next(read_shards(gather(out=str(tmp_path / "whole"), samples=4, **options)))
+    later = next(read_shards(gather(out=str(tmp_path / "later"), samples=2, first_sample=2, **options)))
+    mine = torch.isin(whole.sample, later.sample)
+    assert later.sample.tolist() == [2, 3, 2, 3]
+    lengths = whole.start.diff()[mine]
+    assert later.start.diff().tolist() == lengths.tolist()
+    at = torch.repeat_interleave(mine, whole.start.diff())
+    assert torch.equal(later.token, whole.token[at])
 
 
 def test_bytes_per_token_are_those_of_the_file(tmp_path):

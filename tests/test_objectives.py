@@ -11,8 +11,11 @@ import torch
 from diversed.data.module import advantage, base, untouched
 from diversed.train.objectives import (
     acceptance,
+    accepted_tokens,
     attribution,
     blend_logprob,
+    bounded,
+    logit_blend,
     over_positions,
     policy_gradient,
     reinforce,
@@ -176,6 +179,7 @@ def test_attribution_finds_the_harm_of_each_kind_of_substitution():
     kind = torch.arange(6) % 2
     substituted = torch.arange(6) // 2 < counts.long()[:, kind]
     trace = {"mask": torch.ones(16, 6, dtype=torch.bool), "substituted": substituted, "base": base}
+    trace["graded"] = torch.zeros(16, dtype=torch.bool)
     optimiser = torch.optim.LBFGS([logit], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16)
 
     def closure():
@@ -198,7 +202,7 @@ def test_attribution_finds_the_harm_of_each_kind_of_substitution():
 def test_attribution_of_a_graded_reward_is_least_squares_on_what_was_lost():
     trace = {
         "mask": torch.tensor([[True, True, False]]), "substituted": torch.tensor([[True, False, True]]),
-        "base": torch.tensor([-1.0]), "reward": torch.tensor([-1.5]),
+        "base": torch.tensor([-1.0]), "reward": torch.tensor([-1.5]), "graded": torch.tensor([True]),
     }  # fmt: skip
     logit = torch.tensor([[0.5, 3.0, 3.0]])
     expected = (-1.5 + 1.0 + torch.exp(torch.tensor(-0.5))) ** 2
@@ -214,3 +218,50 @@ def test_the_base_of_a_prompt_is_its_own_untouched_texts_drawn_towards_all_of_th
     # all untouched texts: mean 1/2, which counts as two texts beside the prompt's own one
     torch.testing.assert_close(base(reward, prompt, own), torch.tensor([2 / 3, 2 / 3, 1 / 3, 1 / 3]))
     assert base(reward, prompt, torch.zeros(4, dtype=torch.bool)).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kept", [2, 3, 5])
+def test_the_scalars_of_a_logit_blend_are_those_of_its_row_where_every_token_is_stored(kept):
+    """With fewer stored, their rest counts as one token: its share is at most that of its tokens together (Hoelder)."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = torch.randn(2, 1, 7, 5, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    weight = torch.rand(1, 7, generator=generator, dtype=torch.float64)
+    row = target ** (1 - weight[..., None]) * draft ** weight[..., None]
+    row = row / row.sum(-1, keepdim=True)
+    top = (target + draft).topk(kept).indices
+    token = top[..., :1]
+    trace = {
+        "target_prob": target.gather(-1, token)[..., 0], "draft_prob": draft.gather(-1, token)[..., 0],
+        "target_top": target.gather(-1, top).log(), "draft_top": draft.gather(-1, top).log(),
+        "target_rest": 1 - target.gather(-1, top).sum(-1), "draft_rest": 1 - draft.gather(-1, top).sum(-1),
+    }  # fmt: skip
+    if kept == 5:
+        trace |= {"target_rest": torch.zeros(1, 7).double(), "draft_rest": torch.zeros(1, 7).double()}
+    found = logit_blend(weight, trace)
+    accepted, substituted = (0.5 * (rows - row).abs().sum(-1) for rows in (draft, target))
+    expected = row.gather(-1, token)[..., 0].log(), 1 - accepted, substituted
+    for got, want in zip(found, expected, strict=True):
+        if kept == 5:  # stored log-probabilities are read as float32
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    assert (found[0] <= expected[0] + 1e-6).all()
+    assert all(((0 <= value) & (value <= 1)).all() for value in found[1:])
+
+
+def test_accepted_tokens_from_a_position_on_are_the_sum_of_products_up_to_the_end_of_the_text():
+    step = torch.tensor([[0.5, 0.25, 0.8, 0.9]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False]])
+    expected = torch.tensor([[0.5 + 0.5 * 0.25 * 1.8, 0.25 + 0.25 * 0.8, 0.8, 0]], dtype=torch.float64)
+    torch.testing.assert_close(accepted_tokens(step, mask, 3), expected, **EXACT)
+    torch.testing.assert_close(accepted_tokens(step, mask, 9), expected, **EXACT)
+    assert torch.equal(accepted_tokens(step, mask, 1)[0, :3], step[0, :3])
+
+
+def test_a_bounded_gate_gains_most_per_substitution_where_the_neighbours_are_accepted_anyway():
+    tv = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.9, 0.9]], dtype=torch.float64)
+    trace = {"tv": tv, "mask": torch.ones(1, 6, dtype=torch.bool), "target_prob": tv + 0.1, "draft_prob": tv + 0.1}
+    weight = torch.full((1, 6), 0.1, dtype=torch.float64, requires_grad=True)
+    loss, excess = bounded(weight, trace, torch.zeros(()), bound=2.0, draft_length=5)
+    torch.testing.assert_close(excess, 0.1 * tv.sum() / 2 - 1, **EXACT)
+    gain = excess.detach() * tv / 2 - gradient(loss, weight)
+    per_substitution = (gain / tv)[0]
+    assert per_substitution[1] > per_substitution[3] > per_substitution[4]

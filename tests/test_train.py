@@ -17,12 +17,13 @@ from diversed.data.traces import read_shards
 from diversed.train import command
 from diversed.train.command import main, train
 from diversed.train.module import VerifierModule, schedule
+from diversed.train.objectives import attribution
 from diversed.verifier.head import WeightHead
 from safetensors.torch import load_file
 
 from .support.traces import synthetic_traces
 
-SETTINGS = dict(features="both", width=4, epochs=3, batch=4, validation=0.25, lr=0.01)
+SETTINGS = dict(features="both", width=4, epochs=3, data=dict(batch=4, validation=0.25), lr=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_inputs_are_standardised_by_the_training_texts(traces):
 def test_with_zero_rewards_lambda_alone_moves_step_acceptance_in_its_own_direction(tmp_path, lambda_):
     """The public reference code has this sign wrong: there a positive lambda lowers acceptance."""
     folder = synthetic_traces(tmp_path / "traces", prompts=4, samples=2, shards=1, weight=0.3, reward=0.0)
-    settings = dict(epochs=3, batch=2, lr=0.05, lambda_=lambda_, validation=0.0)
+    settings = dict(epochs=3, lr=0.05, lambda_=lambda_, data=dict(batch=2, validation=0.0))
     out = train(traces=str(folder), out=str(tmp_path / "train"), **settings)
     rows = json.loads((out / "train.json").read_text())["figures"]
     assert lambda_ * (rows[2]["train_step_acceptance"] - rows[0]["train_step_acceptance"]) > 0.01
@@ -126,7 +127,7 @@ def test_with_zero_rewards_lambda_alone_moves_step_acceptance_in_its_own_directi
 def test_training_finds_where_a_substitution_costs_reward(tmp_path):
     """In the made-up task only substitutions at TV > 0.5 cost: with a small lambda the gate must hold back there."""
     folder = synthetic_traces(tmp_path / "traces", prompts=64, samples=4, shards=1, weight=0.5)
-    out = train(traces=str(folder), out=str(tmp_path / "train"), epochs=6, lr=0.02, lambda_=0.05, batch=16)
+    out = train(traces=str(folder), out=str(tmp_path / "train"), epochs=6, lr=0.02, lambda_=0.05, data=dict(batch=16))
     training = json.loads((out / "train.json").read_text())
     head = WeightHead(**training["head"])
     head.load_state_dict(load_file(out / "head.safetensors"))
@@ -134,6 +135,67 @@ def test_training_finds_where_a_substitution_costs_reward(tmp_path):
     weight = head(shard.features).sigmoid()
     assert weight[shard.tv > 0.6].mean() < weight[shard.tv < 0.4].mean() - 0.05
     assert training["figures"][-1]["held_out_reward_estimate"] > training["figures"][0]["held_out_reward"]
+
+
+def head_of(out):
+    training = json.loads((out / "train.json").read_text())
+    head = WeightHead(**training["head"])
+    head.load_state_dict(load_file(out / "head.safetensors"))
+    return head, training
+
+
+def test_patience_stops_after_the_best_held_out_loss_and_keeps_that_head(tmp_path):
+    folder = synthetic_traces(tmp_path / "traces", prompts=16, samples=4, shards=1, hidden=(3, 5))
+    settings = dict(features="both", width=16, epochs=40, lr=0.1, patience=3, objective="attribution", weight_decay=0.0)
+    out = train(traces=str(folder), out=str(tmp_path / "train"), data=dict(batch=4, validation=0.25), **settings)
+    head, training = head_of(out)
+    losses = [row["held_out_loss"] for row in training["figures"]]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 3 < 40
+    data = TraceModule(str(folder), batch=64, validation=0.25, hidden=True)
+    data.setup()
+    batch = next(iter(data.val_dataloader()))
+    loss = attribution(head(batch["features"], batch["hidden"]).detach(), batch)
+    assert float(loss) == pytest.approx(losses[best], abs=2e-6)  # figures are rounded to six decimals
+
+
+def test_a_bounded_gate_spends_its_bound_and_looks_at_no_reward(tmp_path):
+    heads = []
+    for number, reward in enumerate((None, 0.0)):
+        folder = synthetic_traces(tmp_path / f"t{number}", prompts=64, samples=4, shards=1, weight=0.3, reward=reward)
+        settings = dict(epochs=20, lr=0.02, objective="bounded", bound=0.7, draft_length=3)
+        out = train(traces=str(folder), out=str(tmp_path / f"h{number}"), data=dict(batch=16), **settings)
+        heads.append((out / "head.safetensors").read_bytes())
+        spent = json.loads((out / "train.json").read_text())["figures"][-1]["train_substitutions"]
+        assert abs(spent - 0.7) < 0.07  # dual ascent ends near its constraint, here within a tenth of it
+    assert heads[0] == heads[1]
+
+
+def test_a_gate_for_the_logit_blend_learns_from_stored_log_probabilities(tmp_path):
+    folder = synthetic_traces(tmp_path / "traces", prompts=256, samples=4, shards=1, weight=0.5, blend="logits")
+    settings = dict(epochs=4, lr=0.02, lambda_=0.0, ratio_clip=5.0, data=dict(batch=16), blend="logits")
+    head, training = head_of(train(traces=str(folder), out=str(tmp_path / "train"), **settings))
+    shard = next(read_shards(folder))
+    weight = head(shard.features).sigmoid()
+    assert weight[shard.tv > 0.6].mean() < weight[shard.tv < 0.4].mean() - 0.03
+    assert training["settings"]["blend"] == "logits"
+    with pytest.raises(ValueError, match="tell nothing about `blend` probabilities; gather with a relaxation that"):
+        train(traces=str(folder), out=str(tmp_path / "other"))
+    plain = synthetic_traces(tmp_path / "plain")
+    with pytest.raises(ValueError, match="holds no log-probabilities, .*gather with --store_logits 64"):
+        train(traces=str(plain), out=str(tmp_path / "other"), blend="logits")
+
+
+def test_the_likelihood_reward_is_the_targets_mean_log_probability_and_needs_no_score(tmp_path):
+    folder = str(synthetic_traces(tmp_path, prompts=4, samples=2, shards=2, reward=0.0))
+    data = TraceModule(folder, validation=0.0, reward="likelihood")
+    data.setup()
+    rewards = []
+    for shard in read_shards(folder):
+        for a, b in zip(shard.start, shard.start[1:], strict=False):
+            rewards.append(shard.target_prob[a:b].log().mean())
+    torch.testing.assert_close(data.texts.reward, torch.stack(rewards))
+    assert data.texts.advantage.any()
 
 
 def test_a_finished_run_says_what_the_head_is_and_where_it_came_from(finished, traces):
@@ -296,7 +358,7 @@ def test_traces_of_two_pairs_are_refused(traces, tmp_path):
     other = synthetic_traces(tmp_path / "other", prompts=2, samples=2, shards=1)
     manifest = other / "manifest.json"
     manifest.write_text(manifest.read_text().replace("made-up target", "another target"))
-    with pytest.raises(ValueError, match="differ in `target` .* one pair of models and one task"):
+    with pytest.raises(ValueError, match="differ in `target` .* one pair of models, one task and one order"):
         train(traces=[traces, str(other)], out=str(tmp_path / "train"))
 
 

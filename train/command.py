@@ -8,6 +8,9 @@
 
 Every file is renamed into place whole, and everything random is a function of (seed, epoch): a run that was killed at
 any moment and continued ends with the same head as one that was not (same machine, same number of threads).
+
+Several processes (`--trainer.devices 2 --trainer.strategy ddp`, or a launcher's) share the texts of every batch out and
+give the head of one process up to rounding. To the byte they differ, so a run is continued with as many as it began.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import sys
 import warnings
 from argparse import ArgumentError
@@ -50,6 +54,7 @@ DEFAULTS = {
     "num_sanity_val_steps": 0,
     "log_every_n_steps": 1,
     "enable_model_summary": False,
+    "use_distributed_sampler": False,
 }
 FEW_TEXTS = 10  # an importance-weighted mean of fewer effective texts says nothing
 # What changes the result of a run besides the settings of the model and the data.
@@ -81,52 +86,32 @@ def train(
     *,
     traces: str | list[str],
     out: str,
-    features: str = "logits",
-    width: int = 0,
     epochs: int = 4,
-    batch: int = 8,
-    validation: float = 0.1,
-    lr: float = 5e-4,
-    warmup_steps: int = 10,
-    weight_decay: float = 0.01,
     clip: float = 5.0,
-    lambda_: float = 1.0,
-    ratio_clip: float = 0.2,
-    acceptance: str = "mean",
-    objective: str = "reinforce",
+    data: dict[str, Any] | None = None,
     seed: int = 0,
     threads: int = 1,
+    **model: Any,
 ) -> Path:
     """Train a head on traces; the folder it is in.
 
     Args:
         traces: folder that `diversed gather` wrote, or a list of them.
         out: folder to write to; a run that was interrupted there is continued.
-        features: what the gate sees: hidden, logits or both.
-        width: size of one hidden layer, 0 for the paper's linear gate.
         epochs: passes over the traces.
-        batch: texts in a step.
-        validation: share of the prompts held out.
-        lr: highest learning rate.
-        warmup_steps: steps of linear warm-up.
-        weight_decay: of AdamW.
         clip: largest norm of the gradient.
-        lambda_: weight of the acceptance term beside the reward.
-        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
-        acceptance: mean or sum of step acceptance over a text's positions.
-        objective: reinforce, the paper's, or attribution, ours.
+        data: other settings of `TraceModule`, such as batch, validation and reward.
         seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
         threads: CPU threads; the same number gives the same head.
+        model: settings of `VerifierModule`, such as features, width and objective.
     """
     with quiet():
-        data = TraceModule(traces, batch, validation, seed, hidden=features != "logits")
+        reads = {"hidden": model.get("features", "logits") != "logits", "logits": model.get("blend") == "logits"}
+        module = TraceModule(traces, seed=seed, **reads, **(data or {}))
         seed_everything(seed, verbose=False)
-        sizes = (data.draft_hidden, data.target_hidden)
-        model = VerifierModule(
-            features, *sizes, width, lr, warmup_steps, weight_decay, lambda_, ratio_clip, acceptance, objective
-        )
+        verifier = VerifierModule(**model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden)
         trainer = _trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
-        return _fit(trainer, model, data, out, seed, threads)
+        return _fit(trainer, verifier, module, out, seed, threads)
 
 
 class _TrainCLI(LightningCLI):
@@ -155,6 +140,7 @@ class _TrainCLI(LightningCLI):
         )
         parser.add_argument("--threads", type=int, default=1, help="CPU threads; the same number gives the same head.")
         parser.link_arguments("model.features", "data.hidden", compute_fn=lambda features: features != "logits")
+        parser.link_arguments("model.blend", "data.logits", compute_fn=lambda blend: blend == "logits")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.draft_hidden", "model.draft_hidden", apply_on="instantiate")
         parser.link_arguments("data.target_hidden", "model.target_hidden", apply_on="instantiate")
@@ -190,6 +176,8 @@ def _section(file: Path, options: list[str]) -> dict:
 def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None, **options: Any) -> Trainer:
     """A Trainer that keeps its files in `out` and talks in one line an epoch."""
     within(1, accumulate_grad_batches=options.get("accumulate_grad_batches"))
+    if options["use_distributed_sampler"]:
+        raise ValueError("`trainer.use_distributed_sampler` must be false: the texts of a batch are shared out already")
     plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
     if sys.stdout.isatty() and options.get("enable_progress_bar") is not False:
@@ -207,13 +195,20 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
     within(1, MOST_THREADS, threads=threads)
     torch.set_num_threads(threads)
+    if data.batch % trainer.world_size:
+        raise ValueError(
+            f"`batch` must be a multiple of the {trainer.world_size} processes that share its texts, got {data.batch}"
+        )
+    if trainer.world_size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else Lightning chooses a number by the machine
     folder = Path(out)
     first = trainer.global_rank == 0
     with exclusive(folder) if first else nullcontext():
         settings = _settings(trainer, model, data, seed, threads)
         _refuse_other_settings(folder, settings)
+        say = print if first else lambda *_: None
         if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
-            print(f"{folder} is already trained; choose another --out to train again")
+            say(f"{folder} is already trained; choose another --out to train again")
             return folder
         data.setup()
         if first:
@@ -222,10 +217,11 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
         checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if checkpoint:
             _refuse_damaged(checkpoint)
-            print(f"continuing from {checkpoint}")
+            say(f"continuing from {checkpoint}")
         else:
             model.start_from(*data.sample_inputs())
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        model.restore_best()
         if first:
             _write_head(folder, model, data, settings)
     return folder
@@ -237,6 +233,7 @@ def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, seed: 
         **model.settings,
         "batch": data.batch,
         "validation": data.validation,
+        "reward": data.reward,
         **{name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "seed": seed,
         "threads": threads,
@@ -363,7 +360,7 @@ def _line(row: dict, epochs: int | None) -> str:
     worth = figure["effective_texts"]
     reward = f"reward {figure['reward_estimate']:.4f} (estimate from {worth:.0f} effective texts)"
     if worth < FEW_TEXTS:
-        reward = "no estimate of the reward (the gate is far from the one that sampled the traces)"
+        reward = f"no estimate of the reward ({worth:.0f} effective texts are too few)"
     return (
         f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: loss {figure['loss']:.4f}, "
         f"step acceptance {figure['step_acceptance']:.4f}, {reward}, "

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from ..runtime.limits import within
 from ..verifier.head import LARGEST_SIZE, WeightHead
-from .objectives import acceptance, attribution, blend_logprob, over_positions, reinforce, substitution
+from .objectives import BLENDS, attribution, bounded, over_positions, reinforce
 
 BINS = 20  # of the weight histogram, equal widths over [0, 1]
 FINE = 1000  # bins from which the quantiles of the weight are read
+PRICE_STEP = 0.05  # of the dual ascent
+CHOICES = {
+    "objective": ("reinforce", "attribution", "bounded"),
+    "acceptance": ("mean", "sum"),
+    "blend": tuple(BLENDS),
+}
 
 
 class VerifierModule(LightningModule):
@@ -30,8 +36,14 @@ class VerifierModule(LightningModule):
         weight_decay: of AdamW.
         lambda_: weight of the acceptance term beside the reward; larger is faster and further from the target.
         ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
-        objective: reinforce (the paper's), or attribution (ours: what a substitution costs, by maximum likelihood).
+        objective: reinforce (the paper's), attribution (ours: what a substitution costs, by maximum likelihood), or
+            bounded (ours: without rewards, most accepted tokens for a bound on substitutions).
         acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which rewards long texts.
+        blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
+        bound: expected substitutions a text that the objective `bounded` may spend.
+        draft_length: tokens drafted a call, for the objective `bounded`.
+        patience: stop after this many epochs without a lower loss on the held-out prompts, and keep the head of the
+            best epoch; 0 trains all epochs and keeps the last.
     """
 
     def __init__(
@@ -46,7 +58,11 @@ class VerifierModule(LightningModule):
         lambda_: float = 1.0,
         ratio_clip: float = 0.2,
         acceptance: Literal["mean", "sum"] = "mean",
-        objective: Literal["reinforce", "attribution"] = "reinforce",
+        objective: Literal["reinforce", "attribution", "bounded"] = "reinforce",
+        blend: Literal["probabilities", "logits"] = "probabilities",
+        bound: float = 1.0,
+        draft_length: int = 5,
+        patience: int = 0,
     ):
         settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         _refuse_bad(settings)
@@ -55,7 +71,9 @@ class VerifierModule(LightningModule):
         self.settings = settings
         sizes = (draft_hidden, target_hidden) if features != "logits" else (0, 0)
         self.head = WeightHead(features, *sizes, width)
-        self.history: list[dict] = []  # figures of every finished epoch; travels with the checkpoint
+        self.register_buffer("price", torch.ones(()), persistent=False)  # for the objective `bounded`
+        self.history: list[dict] = []  # figures of every finished epoch; travels with the checkpoint, as `best` does
+        self.best: dict = {}  # epoch, held-out loss and head of the best epoch, with `patience`
         self._sums: dict[str, dict[str, Tensor]] = {}
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -65,25 +83,23 @@ class VerifierModule(LightningModule):
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
         """Standardise the gate's inputs and choose its first constant output.
 
-        REINFORCE starts at the traces' own mean weight, where the ratios v_new / v_old are 1; attribution at a harm of
-        exp(-1), from where a few substitutions a text explain some failures.
+        A weight starts at the traces' own mean, where the ratios v_new / v_old are 1; attribution at a harm of exp(-1),
+        from where a few substitutions a text explain some failures.
 
         features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training texts.
         """
         self.head.standardise(features, hidden)
         last = self.head.net[-1] if self.head.width else self.head.net
         with torch.no_grad():
-            reinforced = self.settings["objective"] == "reinforce"
-            last.bias.fill_(torch.logit(weight.mean().clamp(0.01, 0.99)) if reinforced else 1.0)
+            fitted = self.settings["objective"] == "attribution"
+            last.bias.fill_(1.0 if fitted else torch.logit(weight.mean().clamp(0.01, 0.99)))
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         logit = self(batch)
         weight, loss = torch.sigmoid(logit.detach()), self._loss(logit, batch)
-        self._count("train", batch, weight, loss.detach())
-        self.log(
-            "step_acceptance", over_positions(acceptance(weight, batch["tv"]), batch["mask"]), prog_bar=True
-        )
-        return loss
+        accepted = self._count("train", batch, weight, loss.detach())
+        self.log("step_acceptance", over_positions(accepted, batch["mask"]), prog_bar=True)
+        return loss * self._share(batch)
 
     def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
         logit = self(batch)
@@ -100,15 +116,37 @@ class VerifierModule(LightningModule):
             return  # resumed at the end of an epoch that is written down already
         row = {"epoch": self.current_epoch + 1, "step": self.global_step, "lr": self.optimizers().param_groups[0]["lr"]}
         for part, sums in self._sums.items():
-            row |= {f"{part}_{name}": value for name, value in figures(sums).items()}
+            whole = {name: self._over_processes(value) for name, value in sums.items()}
+            row |= {f"{part}_{name}": value for name, value in figures(whole).items()}
         self.history.append(row)
         self.log_dict({name: float(value) for name, value in row.items() if isinstance(value, float)})
+        self._keep_best(row)
+
+    def on_train_start(self) -> None:
+        self._stop_early()  # a run that was killed between its last epoch and the end of training
+
+    def _keep_best(self, row: dict) -> None:
+        loss = row.get("held_out_loss")
+        if self.settings["patience"] and loss is not None and loss < self.best.get("loss", math.inf):
+            head = {name: tensor.detach().clone() for name, tensor in self.head.state_dict().items()}
+            self.best = {"epoch": row["epoch"], "loss": loss, "head": head}
+        self._stop_early()
+
+    def _stop_early(self) -> None:
+        if self.best and self.history[-1]["epoch"] - self.best["epoch"] >= self.settings["patience"]:
+            self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["history"] = self.history
+        checkpoint |= {"history": self.history, "best": self.best, "price": float(self.price)}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        self.history = checkpoint["history"]
+        self.history, self.best = checkpoint["history"], checkpoint["best"]
+        self.price.fill_(checkpoint["price"])
+
+    def restore_best(self) -> None:
+        """Put the head of the best epoch in place, where `patience` asked for it."""
+        if self.best:
+            self.head.load_state_dict(self.best["head"])
 
     def configure_optimizers(self) -> dict:
         total = self.trainer.estimated_stepping_batches
@@ -121,31 +159,54 @@ class VerifierModule(LightningModule):
 
     def _loss(self, logit: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """The objective; another one is another function of (logit, batch) in objectives.py, chosen here."""
-        if self.settings["objective"] == "attribution":
+        settings = self.settings
+        if settings["objective"] == "attribution":
             return attribution(logit, batch)
+        if settings["objective"] == "bounded":
+            chosen = {name: settings[name] for name in ("bound", "draft_length", "blend")}
+            loss, excess = bounded(
+                torch.sigmoid(logit), batch, self.price.clone(), **chosen, over_all=lambda own: self._mean(own, batch)
+            )
+            if self.training:  # dual ascent: what exceeds the bound raises the price
+                self.price.add_(PRICE_STEP * excess).clamp_(min=0)
+            return loss
         return reinforce(
             torch.sigmoid(logit),
             batch,
-            lambda_=self.settings["lambda_"],
-            ratio_clip=self.settings["ratio_clip"],
-            acceptance_term=self.settings["acceptance"],
+            lambda_=settings["lambda_"],
+            ratio_clip=settings["ratio_clip"],
+            acceptance_term=settings["acceptance"],
+            blend=settings["blend"],
         )
 
+    def _share(self, batch: dict[str, Tensor]) -> Tensor:
+        """[] factor that makes the mean over processes of their losses the mean over the texts of all of them."""
+        own = batch["counts"].float().sum()
+        return self.trainer.world_size * own / self._over_processes(own)
+
+    def _mean(self, own: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The mean over the texts of all processes, of which `own` is the mean over this one's."""
+        return self._over_processes(own * self._share(batch)) / self.trainer.world_size
+
+    def _over_processes(self, value: Tensor) -> Tensor:
+        """The sum of `value` over all processes."""
+        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")
+
     @torch.no_grad()
-    def _count(self, part: str, batch: dict[str, Tensor], weight: Tensor, loss: Tensor) -> None:
-        """Add a batch to the sums of `part`, "train" or "held_out"."""
-        mask, texts = batch["mask"], len(batch["reward"])
-        old, new = (
-            blend_logprob(share, batch["target_prob"], batch["draft_prob"]) for share in (batch["weight"], weight)
-        )
+    def _count(self, part: str, batch: dict[str, Tensor], weight: Tensor, loss: Tensor) -> Tensor:
+        """Add a batch to the sums of `part`, "train" or "held_out"; [B, T] step acceptance."""
+        mask, texts, counts = batch["mask"], len(batch["reward"]), batch["counts"].all()
+        blend = BLENDS[self.settings["blend"]]
+        old, _, _ = blend(batch["weight"], batch)
+        new, accepted, substituted = blend(weight, batch)
         ratio = torch.where(mask, new - old, 0).double().sum(1).clamp(-20, 20).exp()
         reward = batch["reward"].double()
         values = {
             "texts": texts,
             "positions": mask.sum(),
             "loss": loss.double() * texts,
-            "acceptance": acceptance(weight, batch["tv"])[mask].double().sum(),
-            "substitutions": substitution(weight, batch["tv"])[mask].double().sum(),
+            "acceptance": accepted[mask].double().sum(),
+            "substitutions": substituted[mask].double().sum(),
             "weight": weight[mask].double().sum(),
             "reward": reward.sum(),
             "ratio": ratio.sum(),
@@ -155,7 +216,8 @@ class VerifierModule(LightningModule):
         }
         sums = self._sums.setdefault(part, {})
         for name, value in values.items():
-            sums[name] = sums.get(name, 0) + value
+            sums[name] = sums.get(name, 0) + value * counts
+        return accepted
 
 
 def schedule(step: int, total: int, warmup: int) -> float:
@@ -202,7 +264,12 @@ def _refuse_bad(settings: dict) -> None:
     within(0, LARGEST_SIZE, width=settings["width"])
     if not math.isfinite(settings["lambda_"]):
         raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
-    if settings["objective"] not in ("reinforce", "attribution"):
-        raise ValueError(f"`objective` must be reinforce or attribution, got {settings['objective']!r}")
-    if settings["acceptance"] not in ("mean", "sum"):
-        raise ValueError(f"`acceptance` must be mean or sum, got {settings['acceptance']!r}")
+    if not 0 < settings["bound"] < math.inf:
+        raise ValueError(f"`bound` must be a positive number of substitutions a text, got {settings['bound']}")
+    within(1, draft_length=settings["draft_length"])
+    within(0, patience=settings["patience"])
+    for name, known in CHOICES.items():
+        if settings[name] not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {settings[name]!r}")
+    if settings["blend"] == "logits" and settings["objective"] == "attribution":
+        raise ValueError("`objective` attribution fits harms for `blend` probabilities; train logits by reinforce")

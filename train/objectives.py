@@ -16,12 +16,21 @@ read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = 
 a graded one as base minus that sum. Relaxing a position by w gains w TV acceptance and costs w TV h in expectation, so
 under any exchange rate the best gate is a threshold on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
 
+`bounded` (ours) needs no rewards: most accepted tokens a call for a bound on substitutions a text. Step acceptance
+alone cannot say where to substitute, since a step gains w TV acceptance for w TV substitutions everywhere; a block ends
+at its first rejection, so a substitution is worth most where the tokens around it are accepted anyway.
+
+With `blend: logits` (the paper's code) v is proportional to p^(1-w) q^w, whose scalars need a sum over the vocabulary:
+it is taken over the tokens that a trace stores, the rest counting as one token, which bounds its share from above.
+
 An objective is a function (output of the gate, trace, settings) -> loss.
 `trace` is a batch of B texts padded to T positions, with `mask` [B, T] bool, True at the text's positions. The position
 that chose the end-of-text token is one of them: ending a text is a decision like any other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,6 +51,47 @@ def acceptance(weight: Tensor, tv: Tensor) -> Tensor:
 def substitution(weight: Tensor, tv: Tensor) -> Tensor:
     """Probability that a token is not the target's own, TV(target, blend); weight, tv and the result are [...]."""
     return weight * tv
+
+
+def probability_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(log v(token), 1 - TV(q, v), TV(p, v)) at every position for v = (1 - w) p + w q; weight and results [B, T]."""
+    logprob = blend_logprob(weight, trace["target_prob"], trace["draft_prob"])
+    return logprob, acceptance(weight, trace["tv"]), substitution(weight, trace["tv"])
+
+
+def logit_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for v proportional to p^(1-w) q^w.
+
+    trace: target_top, draft_top [B, T, K], log-probabilities of the stored tokens, and target_rest, draft_rest [B, T],
+    the probability of all others.
+    """
+    share = weight.unsqueeze(-1)
+    target, draft = (
+        torch.cat([trace[f"{name}_top"].float(), trace[f"{name}_rest"].clamp_min(TINY).log().unsqueeze(-1)], -1)
+        for name in ("target", "draft")
+    )
+    mixed = (1 - share) * target + share * draft
+    total = mixed.logsumexp(-1)
+    row = (mixed - total.unsqueeze(-1)).exp()
+    own = (1 - weight) * trace["target_prob"].clamp_min(TINY).log() + weight * trace["draft_prob"].clamp_min(TINY).log()
+    accepted = 1 - 0.5 * (draft.exp() - row).abs().sum(-1)
+    return own - total, accepted, 0.5 * (target.exp() - row).abs().sum(-1)
+
+
+BLENDS = {"probabilities": probability_blend, "logits": logit_blend}
+
+
+def accepted_tokens(accepted: Tensor, mask: Tensor, draft_length: int) -> Tensor:
+    """[B, T] tokens that token verification is expected to accept of `draft_length` drafted from each position on.
+
+    accepted: [B, T] step acceptance, taken along the text; nothing is accepted after its end. mask: [B, T] bool.
+    """
+    step = torch.where(mask, accepted, 0)
+    reached, total = torch.ones_like(step), torch.zeros_like(step)
+    for ahead in range(min(draft_length, step.shape[1])):
+        reached = reached * torch.nn.functional.pad(step[:, ahead:], (0, ahead))
+        total = total + reached
+    return total
 
 
 def policy_gradient(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor, clip: float) -> Tensor:
@@ -67,28 +117,60 @@ def over_positions(value: Tensor, mask: Tensor, how: str = "mean") -> Tensor:
 
 
 def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
-    """Minus the mean log-likelihood of the rewards where all are 0 or 1, else their mean squared error.
+    """Minus the mean log-likelihood of the rewards where all of the traces are 0 or 1, else their mean squared error.
 
     logit: [B, T] of the gate; exp(-logit) is the harm of a substitution there.
-    trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text of that prompt earns.
+    trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text of that prompt earns;
+        graded [B] bool, whether any reward of the traces, not of this batch alone, is neither 0 nor 1.
     """
     harm = torch.where(trace["mask"] & trace["substituted"], (-logit).clamp(-20, 5).exp(), 0).sum(1)
     reward, base = trace["reward"], trace["base"]
-    if not ((reward == 0) | (reward == 1)).all():
+    if trace["graded"].any():
         return (reward - base + harm).square().mean()
     success = base.clamp(TINY, 1 - 1e-6).log() - harm
     return -torch.where(reward == 1, success, torch.log(-torch.expm1(success))).mean()
 
 
+def bounded(
+    weight: Tensor,
+    trace: dict[str, Tensor],
+    price: Tensor,
+    *,
+    bound: float,
+    draft_length: int,
+    blend: str = "probabilities",
+    over_all: Callable[[Tensor], Tensor] = lambda mean: mean,
+) -> tuple[Tensor, Tensor]:
+    """(augmented Lagrangian of accepted tokens a call under the bound, excess); rewards are not looked at.
+
+    excess = substitutions a text / bound - 1; the Lagrangian is price * excess + excess^2 / 2 - accepted tokens, whose
+    quadratic term keeps a nearly linear problem from swinging between its ends.
+    weight: [B, T]; price: [] of an excess of 1; dual ascent finds it.
+    over_all: from the mean over these texts to that over the texts of all processes, whose square it is.
+    """
+    _, accepted, substituted = BLENDS[blend](weight, trace)
+    own = over_positions(substituted, trace["mask"], "sum") / bound - 1
+    excess = over_all(own.detach())
+    gain = over_positions(accepted_tokens(accepted, trace["mask"], draft_length), trace["mask"])
+    # With excess held fixed the gradient of the square's half is excess times that of this process's part.
+    return (price + excess) * own - excess.square() / 2 - gain, excess
+
+
 def reinforce(
-    weight: Tensor, trace: dict[str, Tensor], *, lambda_: float, ratio_clip: float, acceptance_term: str
+    weight: Tensor,
+    trace: dict[str, Tensor],
+    *,
+    lambda_: float,
+    ratio_clip: float,
+    acceptance_term: str,
+    blend: str = "probabilities",
 ) -> Tensor:
     """The loss of DIVERSED: minus (reward term + lambda * acceptance term).
 
     weight: [B, T], the draft's share the gate gives now.
     trace: target_prob, draft_prob, tv, weight (when sampled) and mask [B, T]; advantage [B].
     """
-    logprob = blend_logprob(weight, trace["target_prob"], trace["draft_prob"])
-    old = blend_logprob(trace["weight"], trace["target_prob"], trace["draft_prob"])
-    gain = over_positions(acceptance(weight, trace["tv"]), trace["mask"], acceptance_term)
+    logprob, accepted, _ = BLENDS[blend](weight, trace)
+    old, _, _ = BLENDS[blend](trace["weight"], trace)
+    gain = over_positions(accepted, trace["mask"], acceptance_term)
     return policy_gradient(logprob, old, trace["advantage"], trace["mask"], ratio_clip) - lambda_ * gain
