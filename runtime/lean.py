@@ -88,13 +88,13 @@ class LeanForward:
         kinds = getattr(config, "layer_types", None) or default
         self.layers = [_layer(layer, kind) for layer, kind in zip(module.model.layers, kinds, strict=True)]
         self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm, module.lm_head
+        self.probes = attention.q_proj, module.model.layers[0].mlp.gate_proj
         self.where = self._address()
         self.angles = self.embedding.weight.new_empty(0, 2, self.size)
 
-    def _address(self) -> tuple[int, int]:
+    def _address(self) -> tuple[int, ...]:
         """Changes when the module's weights are moved or cast: what is collected here is then out of date."""
-        first = self.module.model.layers[0]
-        return first.self_attn.q_proj.weight.data_ptr(), first.mlp.gate_proj.weight.data_ptr()
+        return tuple(linear.weight.data_ptr() for linear in self.probes)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, masks: dict[str, Tensor | None], cache: PackedCache | None,
@@ -132,20 +132,21 @@ class LeanForward:
     def _attention(self, layer: _Layer, x: Tensor, rotation, slots, masks, fold: bool) -> Tensor:
         """What each token of x [B * Q, H] sees, [B * Q, heads * size]; its keys and values go into its slots."""
         cos, sin = rotation
-        batch, count, turned = cos.shape[0], cos.shape[1], self.heads + self.shared
-        both = _product(x, layer.qkv, layer.qkv_bias).view(batch, count, -1, self.size)
-        value, qk = both[:, :, turned:].transpose(1, 2), both[:, :, :turned]
+        batch, count = cos.shape[0], cos.shape[2]
+        # [B, heads of q, k and v, Q, size], of which q and k are turned in place
+        every = _product(x, layer.qkv, layer.qkv_bias).view(batch, count, -1, self.size).transpose(1, 2)
+        query, turned = every.narrow(1, 0, self.heads), every.narrow(1, 0, self.heads + self.shared)
         if layer.q_norm is not None:
-            parts = qk.split((self.heads, self.shared), 2)
-            norms = (layer.q_norm, layer.k_norm)
-            qk = torch.cat([_rms_norm(part, norm, self.epsilon) for part, norm in zip(parts, norms, strict=True)], 2)
-        qk = torch.addcmul(qk * cos, qk.roll(self.size // 2, -1), sin)
-        query, key = qk[:, :, : self.heads].transpose(1, 2), qk[:, :, self.heads :].transpose(1, 2)
-        if slots is not None:
-            key_slots, value_slots, keys, values = slots
-            key_slots.copy_(key)
-            value_slots.copy_(value)
-            key, value = keys, values
+            key = every.narrow(1, self.heads, self.shared)
+            query.copy_(_rms_norm(query, layer.q_norm, self.epsilon))
+            key.copy_(_rms_norm(key, layer.k_norm, self.epsilon))
+        swapped = turned.roll(self.size // 2, -1)
+        turned.mul_(cos).addcmul_(swapped, sin)
+        fresh, key, value = slots
+        if fresh is None:
+            key, value = every.narrow(1, self.heads, 2 * self.shared).chunk(2, 1)
+        else:
+            fresh.copy_(every.narrow(1, self.heads, 2 * self.shared))
         mask = masks[layer.kind]
         # The fused attention is taken always. Measured on an EPYC core, torch 2.13, a mask, 64 and 512 slots, heads
         # of 16 to 64, 1 to 6 tokens: softmax and products written out take 1.1 to 4 times as long at batch 1 and 0.7 to
@@ -156,13 +157,12 @@ class LeanForward:
                 query, key, value, mask, scale=self.scale, enable_gqa=self.heads > self.shared
             )
             return seen.transpose(1, 2).reshape(batch * count, -1)
-        # [B, shared, groups * Q, size]
-        query = query.reshape(batch, self.shared, -1, self.size)
+        query = query.reshape(batch, self.shared, -1, self.size)  # [B, shared, groups * Q, size]
         seen = functional.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         return seen.view(batch, self.heads, count, self.size).transpose(1, 2).reshape(batch * count, -1)
 
     def _rotation(self, positions: Tensor, cache: PackedCache | None) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, Q, 1, size] at the positions, sin with the sign of the half that it is multiplied with.
+        """cos and sin [B, 1, Q, size] at the positions, sin with the sign of the half that it is multiplied with.
 
         A token's slot is never before its position, so a cache's capacity bounds the positions without reading them.
         """
@@ -172,7 +172,7 @@ class LeanForward:
             if len(self.angles) < cache.capacity:
                 self.angles = self._turned(torch.arange(cache.capacity, device=positions.device))
             found = self.angles.index_select(0, positions.flatten())
-        return found.view(*positions.shape, 2, 1, self.size).unbind(2)
+        return found.view(len(positions), 1, -1, 2, self.size).unbind(3)
 
     def _turned(self, positions: Tensor) -> Tensor:
         """[X, 2, size] cos and signed sin of the angles at positions [X], computed in float32 as the module does."""
@@ -183,20 +183,20 @@ class LeanForward:
         return both.to(self.embedding.weight.dtype)
 
     def _slots(self, cache: PackedCache | None, batch: int, count: int):
-        """For every layer: the slots that its keys and values go to, and all up to there, [B, shared, slots, size]."""
+        """For every layer: where its keys and values go, [B, 2 * shared, Q, size], and all keys and all values up to
+        there, [B, shared, slots, size] each.
+        """
         if cache is None:
-            return [None] * len(self.layers)
-        store = cache.layers[0]
+            return [(None, None, None)] * len(self.layers)
+        store, layers = cache.layers[0], len(self.layers)
         if not store.is_initialized:
-            states = self.embedding.weight.new_empty(batch, len(self.layers) * self.shared, 1, self.size)
-            store.lazy_initialization(states, states)
-        end = store.start + count
-        views = []
-        for buffer in (store.keys, store.values):
-            by_layer = buffer.view(batch, len(self.layers), self.shared, -1, self.size)
-            views.append((by_layer.narrow(3, store.start, count).unbind(1), by_layer.narrow(3, 0, end).unbind(1)))
-        (new_keys, keys), (new_values, values) = views
-        return zip(new_keys, new_values, keys, values, strict=True)
+            # One buffer holds both, so that a layer writes once and a step moves once.
+            states = self.embedding.weight.new_empty(batch, layers * 2 * self.shared, 1, self.size)
+            store.lazy_initialization(states, states[:, :0])
+        slots = (-1, self.size)
+        fresh = store.keys.view(batch, layers, 2 * self.shared, *slots).narrow(3, store.start, count)
+        seen = store.keys.view(batch, layers * 2, self.shared, *slots).narrow(3, 0, store.start + count).unbind(1)
+        return zip(fresh.unbind(1), seen[::2], seen[1::2], strict=True)
 
 
 def _layer(layer, kind: str) -> _Layer:
@@ -253,12 +253,14 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     if x.is_cuda:
         return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
-    size, wide = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    size, wide = x.shape[-1], torch.float64 if x.dtype is torch.float64 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    unit = torch.div(x, torch.hypot(length, _floor(size, epsilon))).mul_(size**0.5)
+    least, zero = _constants(size, epsilon)
+    unit = torch.addcdiv(zero, x, torch.hypot(length, least), value=size**0.5)
     return unit.to(x.dtype) * weight
 
 
 @lru_cache
-def _floor(size: int, epsilon: float) -> Tensor:
-    return torch.tensor((size * epsilon) ** 0.5)
+def _constants(size: int, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The length of a vector whose mean square is epsilon, and nothing."""
+    return torch.tensor((size * epsilon) ** 0.5), torch.zeros(())

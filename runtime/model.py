@@ -20,6 +20,7 @@ from .cache import PackedCache, attention_layers
 from .lean import LeanForward, obstacle
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
+STRIPS = 16  # longest call whose causal mask is kept: a chain's; prompts have any length
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,11 +54,13 @@ class Model:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._can_slice = "logits_to_keep" in names
         self._lean = LeanForward(module) if self.lean else None
+        self._embedding = module.get_input_embeddings()
         self._hash: str | None = None
+        self._strips: dict[int, Tensor] = {}  # see `_causal`
 
     @property
     def device(self) -> torch.device:
-        return self.module.get_input_embeddings().weight.device
+        return self._embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,18 +140,26 @@ class Model:
         allow_none: a single token that sees every slot needs no mask.
         """
         count = positions.shape[1]
-        if visible is None and count == 1 and allow_none and not self.window:
-            return {"full_attention": None}
+        if visible is None and not self.window:
+            return {"full_attention": None if count == 1 and allow_none else self._causal(start, count)}
         if visible is None:
             slot = torch.arange(start + count, device=positions.device)
             visible = (slot <= slot[start:].unsqueeze(1)).unsqueeze(0)
-            visible = visible if allow_none else visible.expand(len(positions), -1, -1)
         visible = visible.to(positions.device)
         masks = {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
         if self.window:
             near = positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window
             masks["sliding_attention"] = self._additive(visible & near)
         return masks
+
+    def _causal(self, start: int, count: int) -> Tensor:
+        """[1, 1, Q, start + Q]: each token sees all up to its own slot. A view of a strip that grows with the text."""
+        strip = self._strips.get(count)
+        if strip is None or strip.shape[-1] < start + count or strip.device != self.device:
+            slot = torch.arange(2 * start + count, device=self.device)
+            strip = self._additive((slot <= slot[2 * start :].unsqueeze(1)).unsqueeze(0))
+            self._strips = {**self._strips, count: strip} if count <= STRIPS else self._strips
+        return strip[..., strip.shape[-1] - count - start :]
 
     def _additive(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
