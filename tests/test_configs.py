@@ -24,7 +24,7 @@ PAIRS = {
     "qwen": ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
     "gemma": ("google/gemma-3-12b-it", "google/gemma-3-4b-it"),
 }
-METRICS = {"gsm8k": "exact match (final number)", "cnndm": "ROUGE-2", "xsum": "ROUGE-2"}
+METRICS = {"gsm8k": "exact match (final number)", "cnndm": "ROUGE-2", "xsum": "ROUGE-2", "mbpp": "pass@1"}
 PAPER = [f"{pair}-{task}" for task in METRICS for pair in PAIRS]
 
 # arXiv 2604.07622: 400 prompts, batch 8, 2 epochs, AdamW 5e-4, 10 warm-up steps, clip 5, 512 + 128 tokens, length 5.
