@@ -270,8 +270,9 @@ def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remot
         return _loaded(
             name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, device_map="auto", **keywords
         )
-    module = _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords)
     try:
+        torch.empty(0, device=device)  # before gigabytes are fetched for it
+        module = _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords)
         return module.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}") from error

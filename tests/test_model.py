@@ -106,7 +106,7 @@ def test_pairs_that_cannot_work_are_refused_with_the_reason(tmp_path):
         (seven, listed, {}, "no tokenizer could be loaded from '.*listed'"),
         (str(tmp_path / "x.gguf"), seven, {}, "the file does not exist"),
         (seven, seven, {"dtype": "int3"}, "`dtype` must be one of auto, float32"),
-        (seven, seven, {"device": "cuda:77"}, "`device` 'cuda:77' cannot be used on this machine"),
+        (cut, cut, {"device": "cuda:77"}, "`device` 'cuda:77' cannot be used on this machine"),
     ):
         with pytest.raises((ValueError, OSError), match=sentence) as refused:
             load_pair(target, draft, **options)
