@@ -37,7 +37,7 @@ def testable(reference: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how the tests are written
             compile(reference.rpartition(HERE)[2], "tests", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
         return False
     return True
 
@@ -47,11 +47,9 @@ def mbpp_row(row: dict, place: str) -> dict:
     task = text_of(row, "prompt" if "prompt" in row and "text" not in row else "text", place)
     if not task.strip():
         raise Blank(f"{place} has an empty task (field text); fill it or delete the row")
-    listed = row.get("test_list")
-    count = len(listed) if isinstance(listed, list) else 1
-    tests = "\n".join(text_of(row, f"test_list.{i}", place) for i in range(count))
-    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
-    return {**row, "text": task, "tests": tests, "test_list": f"{setup}\n{tests}" if tests.strip() else ""}
+    tests = _lines(row, "test_list", place)
+    setup = [_lines(row, field, place) for field in ("test_imports", "test_setup_code") if row.get(field)]
+    return {**row, "text": task, "tests": tests, "test_list": "\n".join([*setup, tests]) if tests.strip() else ""}
 
 
 def humaneval_row(row: dict, place: str) -> dict:
@@ -60,3 +58,11 @@ def humaneval_row(row: dict, place: str) -> dict:
     if "def check(" not in test:
         raise Blank(f"{place} must define check(candidate) in the field test, got {test[:60]!r}")
     return {**row, "test": f"{head}{HERE}{test}\n\ncheck({name})\n"}
+
+
+def _lines(row: dict, field: str, place: str) -> str:
+    """A field's text, or its list of texts as lines."""
+    listed = row.get(field)
+    if not isinstance(listed, list):
+        return text_of(row, field, place)
+    return "\n".join(text_of(row, f"{field}.{i}", place) for i in range(len(listed)))

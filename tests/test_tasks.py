@@ -539,10 +539,15 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": ROW, "name": "gsm8k"}, ["line 1 of r.jsonl must have the fields question, answer; or turns.0"]),
         ({"content": ROW, "name": "sums"}, ["the task sums makes its own problems, leave out `data.path`"]),
         ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean gsm8k?"]),
-        ({"content": ROW, "name": "mbpp"}, ["line 1 of r.jsonl has no field test_list.0, it has prompt, gold"]),
+        ({"content": ROW, "name": "mbpp"}, ["line 1 of r.jsonl has no field test_list, it has prompt, gold"]),
         ({"content": b'{"text": "t", "test_list": []}\n', "name": "mbpp"}, ["an empty reference (field test_list)"]),
         ({"content": b'{"text": "t", "test_list": [["a"]]}\n', "name": "mbpp"}, ["text in the field test_list.0"]),
         ({"content": b'{"text": "t", "test_list": [""]}\n', "name": "mbpp"}, ["an empty reference (field test_list)"]),
+        (
+            {"content": b'{"text": "t", "test_list": ["1"], "test_imports": [[]]}\n', "name": "mbpp"},
+            ["text in the field test_imports.0, got a list"],
+        ),
+        ({"content": b'{"text": "t", "test_list": ["' + b"(" * 9999 + b'"]}\n', "name": "mbpp"}, ["tests in Python"]),
         ({"content": b'{"text": " ", "test_list": ["1"]}\n', "name": "mbpp"}, ["an empty task (field text)"]),
         ({"content": b'{"task": "t", "test_list": ["1"]}\n', "name": "mbpp"}, ["has no field text, it has task"]),
         (
