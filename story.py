@@ -2,6 +2,7 @@
 
     OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
     OUT/train/    what `diversed train` wrote           OUT/results.jsonl  and frontier.png, by `diversed eval`
+    OUT/round-1/, round-2/, ... and rounds.json in place of traces/ and train/, with --rounds 2 or more
 
 Every stage notices by itself what it has already done, so the same command again continues where it stopped.
 All options of all stages are read before the first one starts: a typo in the last does not cost the first.
@@ -9,6 +10,7 @@ All options of all stages are read before the first one starts: a typo in the la
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,19 @@ import yaml
 
 from . import options, settings
 from .cli import command
+from .runtime.limits import within
 
 # What this story decides: where the stages find each other's results.
 DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out"}}
 
 
-def story(*, out: str | None = None, biases: list[float] = [0.0]) -> None:  # noqa: B006  never written to
+def story(
+    *,
+    out: str | None = None,
+    biases: list[float] = [0.0],  # noqa: B006  never written to
+    rounds: int = 1,
+    max_drop: float = 0.02,
+) -> None:
     """Gather, train, export and evaluate with one settings file; complete stages are skipped.
 
     Options of a stage are written --STAGE.option; what several stages share may be written once, as in --seed 1.
@@ -31,6 +40,9 @@ def story(*, out: str | None = None, biases: list[float] = [0.0]) -> None:  # no
     Args:
         out: folder for everything; by default runs/ and the name of the settings file.
         biases: the trained gate is evaluated with each of these added to its logit; larger is faster and less exact.
+        rounds: gather and train up to this often, each time at the gate so far, until the texts earn what the fit
+            predicted; then bias 0 is the point that `max_drop` asks for.
+        max_drop: mean reward that the gate of a round may cost by the fit's prediction, in the reward's unit.
     """
 
 
@@ -47,12 +59,30 @@ def run(args: list[str]) -> None:
     plan = vars(parser.instantiate(parsed))
     _refuse_bad_names(plan["gather"], plan["eval"])
     out = Path(plan["out"])
-    train_words = [*train_words, f"--data.traces={out / 'traces'}", f"--out={out / 'train'}"]
-    trained = _check_training(train_words, values, where)
+    trained = _check_training([*train_words, *_places(out)], values, where)
     if printing:
         print(_as_file(parser.dump(parsed), trained), end="")
         return
-    _tell(out, plan, stages, [*([f"--config={file}"] if file else []), *train_words])
+    _refuse_bad_rounds(plan, trained)
+    _tell(out, plan, stages, [*([f"--config={file}"] if file else []), *train_words], _blend(trained))
+
+
+def _places(out: Path, traces: list[str] | None = None) -> list[str]:
+    """The words that tell training where it reads and writes."""
+    return [f"--data.traces={json.dumps(traces) if traces else out / 'traces'}", f"--out={out / 'train'}"]
+
+
+def _blend(trained: str) -> str:
+    """What a relaxation of the trained gate ends in; `trained` is YAML of the options of training."""
+    return ";blend=logits" if yaml.safe_load(trained)["model"]["blend"] == "logits" else ""
+
+
+def _refuse_bad_rounds(plan: dict[str, Any], trained: str) -> None:
+    within(1, rounds=plan["rounds"])
+    if not 0 <= plan["max_drop"] < float("inf"):
+        raise ValueError(f"`max_drop` must be a reward of at least 0 that may be lost, got {plan['max_drop']}")
+    if plan["rounds"] > 1 and not yaml.safe_load(trained)["data"]["validation"]:
+        raise ValueError("`rounds` compare a fit with texts of held-out prompts; give --train.data.validation 0.1")
 
 
 def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
@@ -64,18 +94,21 @@ def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
     every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds)
 
 
-def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str]) -> None:
+def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str], blend: str) -> None:
     """The stages in order, a heading and the elapsed time for each."""
     bundle = str(out / "bundle")
     gather, export, evaluate = (vars(plan[stage]) for stage in stages)
-    learned = [bundle if bias == 0 else f"{bundle};bias={bias:g}" for bias in plan["biases"]]
+    learned = [f"{bundle}{blend}" + (f";bias={bias:g}" if bias else "") for bias in plan["biases"]]
     evaluate["relaxations"] = [*evaluate["relaxations"], *learned]
-    chapters = {
-        "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
-        "train": lambda: command("train")(train_words),
-        "export": lambda: stages["export"](train=str(out / "train"), out=bundle, **export),
-        "eval": lambda: stages["eval"](out=str(out), **evaluate),
-    }
+    if plan["rounds"] > 1:
+        chapters = {"rounds": lambda: _rounds(out, plan, stages, gather, export, train_words, blend)}
+    else:
+        chapters = {
+            "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
+            "train": lambda: command("train")([*train_words, *_places(out)]),
+            "export": lambda: stages["export"](train=str(out / "train"), out=bundle, **export),
+        }
+    chapters["eval"] = lambda: stages["eval"](out=str(out), **evaluate)
     began = time.monotonic()
     for number, (stage, chapter) in enumerate(chapters.items(), 1):
         print(f"\n[{number}/{len(chapters)}] {stage}", flush=True)
@@ -90,6 +123,28 @@ def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str])
         ("bundle", "the gate; diversed decode --relaxation"),
     ):
         print(f"  {out / name}  ({meaning})")
+
+
+def _rounds(
+    out: Path, plan: dict[str, Any], stages: dict, gather: dict, export: dict, train_words: list[str], blend: str
+) -> None:
+    """Gather and train in rounds; the last head becomes the bundle."""
+    from .train.rounds import Stages, run_rounds
+
+    asked = export.pop("bias")
+
+    def write(train: str, bundle: str, bias: float) -> None:
+        stages["export"](**{**export, "train": train, "out": bundle, "bias": bias})
+
+    commands = Stages(
+        gather=lambda to, relaxation, first: stages["gather"](
+            **{**gather, "out": to, "relaxation": relaxation, "first_sample": first}
+        ),
+        train=lambda traces, to: command("train")([*train_words, *_places(Path(to).parent, traces)]),
+        export=write,
+    )
+    train, bias = run_rounds(out, commands, plan["rounds"], plan["max_drop"], gather["relaxation"], gather["samples"], blend)
+    write(str(train), str(out / "bundle"), bias + asked)
 
 
 def _publish(bundle: str, results: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..verifier.relax import parse
 from .traces import MANIFEST, Shard, read_manifest, read_shard, sha256
 
 # Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
@@ -64,6 +63,7 @@ class Texts(Dataset):
                 offset += shard.tokens
         self._columns = {name: torch.cat(parts) for name, parts in columns.items()}
         self.prompt, self.length, self.reward = (self._columns[name] for name in ("prompt", "length", "reward"))
+        self.folder = self._columns["group"] >> 40  # which of the folders a text is from
         self.advantage = advantage(self.reward, self._columns["group"])
         starts = self._columns["start"]
         self.base = base(self.reward, self.prompt, untouched(self._columns["substituted"], starts, self.length))
@@ -81,6 +81,12 @@ class Texts(Dataset):
             item["hidden"] = self._open(file).get_slice("hidden")[first : first + length]
         item |= {name: getattr(self, name)[index] for name in PER_TEXT if name != "counts"}
         return item | {"counts": torch.tensor(counts)}
+
+    def speed(self, chosen: Tensor) -> tuple[float, float]:
+        """(step acceptance, expected substitutions a text) of the texts `chosen` [S] bool under their own weights."""
+        at = torch.repeat_interleave(chosen, self.length)
+        weight, tv = (self._columns[name][at].double() for name in ("weight", "tv"))
+        return float((1 - (1 - weight) * tv).mean()), float((weight * tv).sum() / chosen.sum())
 
     def _open(self, file: Path):
         """A shard's file, opened once and mapped into memory."""
@@ -292,7 +298,7 @@ def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, log
         raise ValueError(
             f"{file} holds no log-probabilities, which training for `blend` logits reads; gather with --store_logits 64"
         )
-    if logits != (parse(manifest["relaxation"]).blend == "logits"):
+    if logits != ("blend=logits" in manifest["relaxation"].replace(" ", "")):
         raise ValueError(
             f"{file} was sampled from {manifest['relaxation']!r}, so its texts tell nothing about `blend` "
             f"{'logits' if logits else 'probabilities'}; gather with a relaxation that "

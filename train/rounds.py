@@ -1,0 +1,147 @@
+"""Rounds: gather at the gate so far, refit on all rounds, until the texts earn what the fit said they would.
+
+    OUT/round-1/traces, train, bundle     each round's texts, the head fitted on all rounds so far, and its bundle
+    OUT/rounds.json                       each round's figures
+
+A fit says what a substitution costs (objective `attribution`), and so what texts of any threshold will earn. The bias
+of a round's bundle is the largest whose predicted loss of reward is at most `max_drop`; the next round gathers there.
+Where its mean reward agrees with the prediction, the fit holds at the operating point and more rounds would add little.
+Other objectives choose no threshold: their bias is 0 and their prediction is the mean reward reweighted by v_new / v_old.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..data.files import write_whole
+from ..data.module import TraceModule
+from ..verifier.head import WeightHead
+
+BIASES = [step / 4 for step in range(-40, 17)]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The commands that a round consists of.
+
+    gather: (out, relaxation, first_sample); train: (folders of traces, out); export: (train, out, bias).
+    """
+
+    gather: Callable[[str, str, int], object]
+    train: Callable[[list[str], str], object]
+    export: Callable[[str, str, float], object]
+
+
+def run_rounds(
+    out: Path, stages: Stages, most: int, max_drop: float, relaxation: str, samples: int, blend: str = ""
+) -> tuple[Path, float]:
+    """Up to `most` rounds; (folder of the last trained head, its bias). Finished stages are skipped when run again.
+
+    max_drop:   loss of mean reward that the operating point may cost, in the reward's own unit.
+    relaxation: what the first round's texts are sampled from; samples: texts a prompt and round.
+    blend: what a relaxation by a trained bundle ends in, ";blend=logits" or nothing.
+    """
+    rows: list[dict] = []
+    predicted = None
+    for number in range(1, most + 1):
+        here = out / f"round-{number}"
+        traces = [str(out / f"round-{earlier}" / "traces") for earlier in range(1, number + 1)]
+        print(f"\nround {number} of at most {most}, texts from {relaxation}", flush=True)
+        stages.gather(traces[-1], relaxation, (number - 1) * samples)
+        stages.train(traces, str(here / "train"))
+        data = _held_out(traces, here / "train")
+        row = {"round": number, "relaxation": relaxation, **_realised(traces[-1], data, predicted)}
+        bias, predicted, base = operating_point(here / "train", data, max_drop)
+        rows.append(row | {"bias": bias, "predicted_next": predicted, "predicted_drop_next": base - predicted})
+        write_whole(out / "rounds.json", json.dumps(rows, indent=2) + "\n")
+        print(_line(rows[-1]), flush=True)
+        stages.export(str(here / "train"), str(here / "bundle"), bias)
+        relaxation = f"{here / 'bundle'}{blend}"
+        if row["agrees"]:
+            break
+    return here / "train", bias
+
+
+def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[float, float, float]:
+    """(bias, mean reward predicted there, mean reward of the target's own texts) on the held-out texts of `data`.
+
+    Every position of a text is substituted by itself with probability w TV; a substitution costs its harm.
+    """
+    settings = json.loads((train / "train.json").read_text())
+    if settings["settings"]["objective"] != "attribution":
+        last = settings["figures"][-1]
+        part = "held_out" if "held_out_reward_estimate" in last else "train"
+        return 0.0, last[f"{part}_reward_estimate"], last[f"{part}_reward"]
+    head = WeightHead(**settings["head"])
+    head.load_state_dict(load_file(train / "head.safetensors"))
+    graded = not ((data.texts.reward == 0) | (data.texts.reward == 1)).all()
+    earned = torch.zeros(len(BIASES), dtype=torch.float64)
+    base, texts = 0.0, 0
+    with torch.no_grad():
+        for batch in data.val_dataloader():
+            logit = head(batch["features"], batch.get("hidden"))
+            earned += torch.stack([predicted_rewards(logit, bias, batch, graded).double().sum() for bias in BIASES])
+            base, texts = base + float(batch["base"].sum()), texts + len(logit)
+    kept = [index for index, value in enumerate(earned / texts) if base / texts - value <= max_drop]
+    best = max(kept, default=0)
+    return BIASES[best], float(earned[best] / texts), base / texts
+
+
+def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], graded: bool) -> Tensor:
+    """[B] expected reward of a text at these contexts if the gate were sigmoid(logit + bias).
+
+    logit: [B, T], whose exp(-logit) is the harm of a substitution there; trace: tv, mask [B, T] and base [B].
+    graded: harms are lost from the reward; else a harm h multiplies the probability of success by exp(-h).
+    """
+    substituted = torch.where(trace["mask"], torch.sigmoid(logit + bias) * trace["tv"], 0)
+    harm = (-logit).clamp(-20, 5).exp()
+    if graded:
+        return trace["base"] - (substituted * harm).sum(1)
+    return trace["base"] * torch.log1p(substituted * torch.expm1(-harm)).sum(1).exp()
+
+
+def _held_out(traces: list[str], train: Path) -> TraceModule:
+    """The data as the training saw it, its held-out texts restricted to those of the newest round."""
+    settings = json.loads((train / "train.json").read_text())["settings"]
+    hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
+    data = TraceModule(traces, 64, settings["validation"], settings["seed"], hidden, logits, settings["reward"])
+    data.setup()
+    newest = data.texts.folder[data.held_index] == len(traces) - 1
+    data.held_index = data.held_index[newest]
+    return data
+
+
+def _realised(folder: str, data: TraceModule, predicted: float | None) -> dict:
+    """The newest round's texts: mean reward with a 95 % interval over prompts, and whether it holds the prediction."""
+    texts = data.texts
+    mine = texts.folder == int(texts.folder.max())
+    _, prompt = torch.unique(texts.prompt[mine], return_inverse=True)
+    count = torch.bincount(prompt)
+    means = torch.zeros(len(count), dtype=torch.float64).index_add(0, prompt, texts.reward[mine].double()) / count
+    mean, error = float(means.mean()), float(means.std()) / math.sqrt(len(means))
+    low, high = mean - 1.96 * error, mean + 1.96 * error
+    acceptance, substituted = texts.speed(mine)
+    return {
+        "texts": int(mine.sum()), "reward": mean, "low": low, "high": high, "predicted": predicted,
+        "agrees": predicted is not None and low <= predicted <= high,
+        "step_acceptance": acceptance, "substitutions": substituted,
+    }  # fmt: skip
+
+
+def _line(row: dict) -> str:
+    expected = "" if row["predicted"] is None else (
+        f", predicted {row['predicted']:.4f}: " + ("the fit holds here" if row["agrees"] else "the fit does not hold yet")
+    )  # fmt: skip
+    return (
+        f"round {row['round']}: reward {row['reward']:.4f} [{row['low']:.4f}, {row['high']:.4f}]{expected}; "
+        f"step acceptance {row['step_acceptance']:.4f}, {row['substitutions']:.2f} substitutions a text; "
+        f"next at bias {row['bias']:g}, where the fit predicts {row['predicted_next']:.4f}"
+    )
