@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 
 
-def read_settings(path: Path) -> dict:
-    """The JSON object in `path`; ValueError with one sentence where it holds something else."""
+def read_settings(path: Path, option: str = "--out") -> dict:
+    """The JSON object in `path`; ValueError with one sentence where it holds something else.
+
+    option: of the command, that chooses another place.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); choose another --out or delete the folder") from None
+        raise ValueError(f"{path} is damaged ({error}); choose another {option} or delete the folder") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged (it holds no object); choose another --out or delete the folder")
+        raise ValueError(f"{path} is damaged (it holds no object); choose another {option} or delete the folder")
     return values
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 
 
 @contextmanager
-def exclusive(folder: str | Path) -> Iterator[Path]:
-    """Hold `folder` (made if missing) for this process; OSError with one sentence where another process holds it."""
+def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
+    """Hold `folder` (made if missing) for this process; OSError with one sentence where another process holds it.
+
+    option: of the command, that chooses another place.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file, expected a folder to write to; choose another --out")
+        raise NotADirectoryError(f"{folder} is a file, expected a folder to write to; choose another {option}")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
         try:
@@ -26,7 +29,7 @@ def exclusive(folder: str | Path) -> Iterator[Path]:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             raise OSError(
-                f"another process (pid {holder}) is writing to {folder}; wait until it ends or choose another --out"
+                f"another process (pid {holder}) is writing to {folder}; wait until it ends or choose another {option}"
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -1,19 +1,32 @@
-"""`diversed decode`: one prompt, streamed, and what its text cost."""
+"""`diversed decode`: one prompt, streamed, or a file of prompts; and what the texts cost."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .completion import Completion, cut
+from .completion import Completion, Request, Stream
 from .drafting import Branches
 from .limits import MOST_THREADS, SEEDS, within
-from .prompt import prompt_tokens
+from .progress import Progress
+from .prompt import check_text, prompt_tokens
+from .requests import Line, Results, read_lines
 from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .decode import Engine
+    from .model import Pair
+
+# Options of an `Engine` besides the relaxation.
+TREE = ("method", "draft_length", "branches", "trunk", "drafting", "relax_leaf", "sampling")
 
 
 def decode_command(
     *,
-    prompt: str,
+    prompt: str | None = None,
+    input: str | None = None,
+    output: str | None = None,
     target: str | None = None,
     draft: str | None = None,
     method: str = "token",
@@ -28,15 +41,21 @@ def decode_command(
     stop: tuple[str, ...] = (),
     chat: bool = False,
     seed: int = 0,
+    batch: int = 32,
+    unit: int = 256,
     dtype: str = "auto",
     device: str = "cpu",
     threads: int = 1,
     trust_remote_code: bool = False,
 ) -> None:
-    """Continue a prompt, stream the text, and end with statistics.
+    """Continue a prompt and stream the text, or continue every prompt of a file; end with statistics.
 
     Args:
         prompt: the text to continue; `-` reads it from standard input.
+        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`, `max_new_tokens`,
+            `stop` and `relaxation`; lines of one relaxation are decoded together.
+        output: file of results, one JSON object for each line of the input, in its order; one that was begun with the
+            same options is continued, and ends with the same bytes.
         target: folder, hub name or .gguf file of the model being served; by default the bundle's, else `sums-target`.
         draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else `sums-draft`.
         method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer, package.module:NAME, or plain
@@ -53,32 +72,107 @@ def decode_command(
         max_new_tokens: tokens the text may have.
         stop: strings that end the text.
         chat: send the prompt through the tokenizer's chat template.
-        seed: of this request's random numbers.
+        seed: of the request's random numbers; in a file, line i (from 0) has seed * 2^32 + i unless it names its own.
+        batch: prompts of a file decoded together; where one ends the next begins.
+        unit: lines of a file that are decoded and written together; what a kill cut off is decoded again.
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, ..., or auto to spread the models.
         threads: CPU threads.
         trust_remote_code: run model code that comes with a checkpoint.
     """
+    options = dict(locals())
     import torch
 
+    within(1, MOST_THREADS, threads=threads)
+    within(1, max_new_tokens=max_new_tokens, batch=batch, unit=unit)
+    within(*SEEDS, seed=seed)
+    if (prompt is None) == (input is None) or (input is None) != (output is None):
+        raise ValueError("`diversed decode` needs --prompt, or --input and --output for a file of prompts")
+    torch.set_num_threads(threads)
+    if input is None:
+        _decode_prompt(options)
+    else:
+        _decode_file(options)
+
+
+def _decode_prompt(options: dict[str, Any]) -> None:
     from .decode import decode
+
+    text = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
+    check_text(text)
+    pair, stop = _load(options), tuple(options["stop"])
+    tokens = _encode(pair.tokenizer, text, options["chat"])
+    stream = Stream(pair.tokenizer, stop)
+
+    def show(index: int, new: list[int], ended: bool) -> None:
+        print(stream.add(new, ended), end="\n" if ended else "", flush=True)
+
+    (completion,) = decode(
+        pair, [tokens], **{name: options[name] for name in ("relaxation", "max_new_tokens", *TREE)},
+        stop=stop, seeds=[options["seed"]], on_step=show,
+    )  # fmt: skip
+    print(statistics(completion), file=sys.stderr)
+
+
+def _decode_file(options: dict[str, Any]) -> None:
+    from ..data.lock import exclusive
+    from .decode import STAGES, Engine, run_grouped
+
+    lines = read_lines(options["input"], options)
+    results = Results(options["output"], lines, options["unit"])
+    with exclusive(results.folder, "--output"):
+        pair = _load(options)
+        tree = {name: options[name] for name in TREE}
+        relaxations = list(dict.fromkeys(line.relaxation for line in lines))
+        made = {each: Engine(pair, relaxation=each, **tree) for each in relaxations}
+        engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
+        requests = {i: _request(line, i, engines[i], options["chat"]) for i, line in enumerate(lines)}
+        first = results.begin(_settings(options, pair, relaxations))
+        done: list[Completion] = []
+        seconds = dict.fromkeys(STAGES, 0.0)
+        for engine in made.values():
+            engine.seconds = seconds
+        with Progress(len(lines), first) as progress:
+            for start in range(first, len(lines), results.unit):
+                unit = {i: requests[i] for i in range(start, min(start + results.unit, len(lines)))}
+                completions = run_grouped(engines, unit, options["batch"], progress)
+                results.append(completions, pair.eos)
+                done += completions.values()
+    print(summary(done, seconds) if done else f"{options['output']}: complete, nothing to decode")
+
+
+def _load(options: dict[str, Any]) -> Pair:
     from .model import load_pair
 
-    within(1, MOST_THREADS, threads=threads)
-    within(1, max_new_tokens=max_new_tokens)
-    within(*SEEDS, seed=seed)
-    torch.set_num_threads(threads)
-    target, draft = _models(target, draft, relaxation)
-    pair = load_pair(target, draft, dtype, device, trust_remote_code)
-    tokens = _encode(pair.tokenizer, sys.stdin.read() if prompt == "-" else prompt, chat)
-    stream = _Stream(pair.tokenizer, tuple(stop))
-    (completion,) = decode(
-        pair, [tokens], method=method, relaxation=relaxation, draft_length=draft_length, branches=branches, trunk=trunk,
-        drafting=drafting, relax_leaf=relax_leaf, sampling=sampling, max_new_tokens=max_new_tokens, stop=tuple(stop),
-        seeds=[seed], on_step=stream,
-    )  # fmt: skip
-    stream.finish(completion)
-    print(statistics(completion), file=sys.stderr)
+    target, draft = _models(options["target"], options["draft"], options["relaxation"])
+    return load_pair(target, draft, options["dtype"], options["device"], options["trust_remote_code"])
+
+
+def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
+    """The request of a line; what is wrong with its prompt is said with the line's place."""
+    try:
+        tokens = _encode(engine.pair.tokenizer, line.prompt, chat)
+        request = Request(tokens, line.seed, line.max_new_tokens, line.stop)
+        engine.check(index, request)
+    except ValueError as error:
+        raise ValueError(f"{line.place}: {error}") from None
+    return request
+
+
+def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> dict[str, Any]:
+    """All that decides the bytes of the results."""
+    from ..data.gather import versions
+    from ..data.traces import sha256
+    from ..verifier.relax import parse
+
+    chosen = {name: value for name, value in options.items() if name not in ("prompt", "output", "trust_remote_code")}
+    heads = [Path(source) / "head.safetensors" for source in (parse(each).source for each in relaxations) if source]
+    return chosen | {
+        "input": sha256(options["input"]), "sampling": vars(options["sampling"]), "dtype": str(pair.target.dtype),
+        "target": {"name": pair.target.name, "hash": pair.target.hash},
+        "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
+        "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()}, "versions": versions(),
+    }  # fmt: skip
 
 
 def statistics(completion: Completion) -> str:
@@ -91,6 +185,20 @@ def statistics(completion: Completion) -> str:
         f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls; the extra token counts)",
         f"accepted share: {share}",
         f"expected substitutions: {c.substitutions:.2f}, {100 * c.substitutions / count:.2f} per 100 tokens{weight}",
+    ))  # fmt: skip
+
+
+def summary(done: list[Completion], seconds: dict[str, float]) -> str:
+    """What the texts of this run cost together, and a table of where the time went, stage by stage."""
+    tokens, calls = sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
+    spent, total = sum(c.substitutions for c in done), sum(seconds.values())
+    rows = [*seconds.items(), ("total", total)]
+    return "\n".join((
+        f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
+        f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
+        f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
+        "", "stage      seconds  share",
+        *(f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in rows),
     ))  # fmt: skip
 
 
@@ -108,33 +216,6 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("`prompt` must be UTF-8, got other bytes; convert it, for example with iconv") from None
     if chat and not tokenizer.chat_template:
         raise ValueError("`chat` needs a tokenizer with a chat template, and this one has none; leave `chat` out")
     return prompt_tokens(text, tokenizer, chat)
-
-
-class _Stream:
-    """Prints text as it is committed; holds back what may still become part of a stop string or of a character."""
-
-    def __init__(self, tokenizer, stop: tuple[str, ...]):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.hold = max(map(len, stop), default=1) - 1
-        self.tokens: list[int] = []
-        self.printed = 0
-
-    def __call__(self, index: int, new: list[int]) -> None:
-        self.tokens += new
-        text = cut(self.tokenizer.decode(self.tokens, skip_special_tokens=True), self.stop).rstrip("\ufffd")
-        self._print(text[: len(text) - self.hold])
-
-    def finish(self, completion: Completion) -> None:
-        self._print(completion.text)
-        print()
-
-    def _print(self, text: str) -> None:
-        print(text[self.printed :], end="", flush=True)
-        self.printed = max(self.printed, len(text))

@@ -91,6 +91,31 @@ class Completion:
         return len(self.tokens) / self.target_calls if self.target_calls else 0.0
 
 
+class Stream:
+    """A text as its tokens are committed: every character once, and none that a stop string may still take back."""
+
+    def __init__(self, tokenizer, stop: tuple[str, ...] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.given = 0
+
+    def add(self, new: list[int], ended: bool) -> str:
+        """The characters that these tokens make certain; all that are left where they end the text."""
+        self.tokens += new
+        text = cut(self.tokenizer.decode(self.tokens, skip_special_tokens=True), self.stop)
+        if not ended:
+            text = text.rstrip("\ufffd")  # bytes of a character whose others are still to come
+            text = text[: len(text) - beginning(text, self.stop)]
+        piece, self.given = text[self.given :], max(self.given, len(text))
+        return piece
+
+
+def beginning(text: str, stop: tuple[str, ...]) -> int:
+    """Length of the longest end of the text with which a stop string begins."""
+    ends = (length for string in stop for length in range(1, len(string)) if text.endswith(string[:length]))
+    return max(ends, default=0)
+
+
 def stopped(tokenizer, tokens: list[int], stop: tuple[str, ...]) -> bool:
     """Whether a stop string stands at the end of the text; looks at its last tokens only."""
     if not stop:

@@ -26,6 +26,7 @@ MOST_PATHS = 4
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
 REFILL = 0.125
 STAGES = ("prefill", "draft", "target", "verify", "commit")
+OnStep = Callable[[int, list[int], bool], None]
 
 
 def decode(
@@ -44,7 +45,7 @@ def decode(
     stop: tuple[str, ...] = (),
     seeds: list[int] | None = None,
     batch: int = 32,
-    on_step: Callable[[int, list[int]], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> list[Completion]:
     """Continue every prompt by speculative decoding.
 
@@ -60,7 +61,8 @@ def decode(
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
     batch:          prompts decoded together; where one ends the next begins.
-    on_step:        called with (index of the prompt, its new tokens) as they are committed.
+    on_step:        called with (index of the prompt, its new tokens, whether they end its text) as they are committed;
+                    `completion.Stream` makes text of them.
     """
     seeds = list(range(len(prompts))) if seeds is None else seeds
     within(1, max_new_tokens=max_new_tokens, batch=batch)
@@ -75,17 +77,24 @@ def decode(
             raise ValueError(f"`{name}` must hold one {one} for each of {len(prompts)} prompts, got {len(values)}")
     pairs = enumerate(zip(prompts, seeds, strict=True))
     requests = {i: Request(prompt, seed, max_new_tokens, tuple(stop)) for i, (prompt, seed) in pairs}
-    engines = {
+    made = {
         each: Engine(pair, method, each, draft_length, branches, trunk, drafting, relax_leaf, sampling)
         for each in dict.fromkeys(relaxations)
     }
-    groups = {each: {i: requests[i] for i, own in enumerate(relaxations) if own == each} for each in engines}
-    for each, engine in engines.items():
-        engine.check(groups[each])
+    engines = {i: made[each] for i, each in enumerate(relaxations)}
+    for i, request in requests.items():
+        engines[i].check(i, request)
+    return list(run_grouped(engines, requests, batch, on_step).values())
+
+
+def run_grouped(
+    engines: dict[int, Engine], requests: dict[int, Request], batch: int, on_step: OnStep | None = None
+) -> dict[int, Completion]:
+    """Decode every request with the engine of the same key, those of one engine together."""
     done: dict[int, Completion] = {}
-    for each, engine in engines.items():
-        done |= engine.run(groups[each], batch, on_step)
-    return [done[i] for i in requests]
+    for engine in dict.fromkeys(engines[i] for i in requests):
+        done |= engine.run({i: request for i, request in requests.items() if engines[i] is engine}, batch, on_step)
+    return {i: done[i] for i in requests}
 
 
 def _shapes(method: str, drafting: str, draft_length: int, branches: Branches, trunk: int) -> dict[int, Topology]:
@@ -133,17 +142,13 @@ class Engine:
         self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
 
-    def check(self, requests: dict[int, Request]) -> None:
-        """Refuse a request that `check_prompts` refuses, a tree beyond its last token included."""
-        for index, request in requests.items():
-            check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.shape.depth)
+    def check(self, index: int, request: Request) -> None:
+        """Refuse a request whose prompt, text and a tree beyond it do not fit; see `check_prompts`."""
+        check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.shape.depth)
 
     @torch.no_grad()
     def run(
-        self,
-        requests: dict[int, Request],
-        batch: int | None = None,
-        on_step: Callable[[int, list[int]], None] | None = None,
+        self, requests: dict[int, Request], batch: int | None = None, on_step: OnStep | None = None
     ) -> dict[int, Completion]:
         """Decode checked requests, `batch` of them (by default all) together; where one ends the next begins.
 
@@ -156,9 +161,9 @@ class Engine:
         state = self._begin(waiting, size) if requests else None
         while state and any(state.active):
             emitted = state.step(done)
-            for index, new in zip(state.indices, emitted, strict=True):
+            for index, new, active in zip(state.indices, emitted, state.active, strict=True):
                 if on_step and new:
-                    on_step(index, new)
+                    on_step(index, new, not active)
             self.lap("commit")
             busy, idle = ([row for row, active in enumerate(state.active) if active == want] for want in (True, False))
             if waiting and len(idle) >= min(math.ceil(REFILL * size), len(waiting)):

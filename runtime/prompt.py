@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def check_text(text: str) -> None:
+    """ValueError unless it can be tokenized: a tokenizer crashes on bytes that are no UTF-8."""
+    if not text:
+        raise ValueError("`prompt` must not be empty; give the text to continue")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("`prompt` must be UTF-8, got other bytes; convert it, for example with iconv") from None
+
+
 def prompt_tokens(text: str, tokenizer, chat: bool = False) -> list[int]:
     """Token ids with the tokenizer's own special tokens in front and none behind.
 

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from diversed.runtime.command import _encode
 from diversed.runtime.completion import Request
 from diversed.runtime.decode import Engine, decode
 from diversed.runtime.model import make_pair
+from diversed.runtime.prompt import check_text
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.methods import METHODS
 from diversed.verifier.relax import parse
@@ -231,7 +231,7 @@ def test_bad_input_is_refused_in_one_sentence(change, sentence):
 
 def test_a_prompt_of_broken_bytes_is_refused_before_the_tokenizer_sees_it():
     with pytest.raises(ValueError, match="`prompt` must be UTF-8"):
-        _encode(tokenizer(7), "w2 \udcff", chat=False)
+        check_text("w2 \udcff")
 
 
 def test_logits_that_are_not_finite_are_refused_with_the_prompts_number():

@@ -1,0 +1,285 @@
+"""`diversed decode`: what is streamed is never taken back, and a file of prompts survives any kill."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+from diversed import cli
+from diversed.data.lock import exclusive
+from diversed.runtime import model, progress
+from diversed.runtime.completion import Stream, beginning, cut
+from diversed.runtime.decode import decode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .support.models import tiny_pair
+
+VOCAB = 11
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, or short texts."""
+
+    def __init__(self, pieces: list[bytes]):
+        self.pieces = pieces
+
+    def decode(self, tokens, skip_special_tokens):
+        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+
+@given(
+    st.lists(st.text("abé€", max_size=3), min_size=1, max_size=12),
+    st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 4),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_streamed_is_never_taken_back_and_ends_as_the_text(words, stop, split, draw):
+    """Characters cut into bytes, words and blocks of any length; the text ends with its first stop string."""
+    pieces = [
+        piece for word in words for piece in ([word.encode()] if len(word) > split else map(_byte, word.encode()))
+    ]
+    tokenizer, stop = Bytes(pieces), tuple(stop)
+    ends = (n for n in range(1, len(pieces) + 1) if any(s in tokenizer.decode(range(n), True) for s in stop))
+    count = next(ends, len(pieces))
+    text, stream, shown, at = cut(tokenizer.decode(range(count), True), stop), Stream(tokenizer, stop), "", 0
+    while at < count:
+        block = list(range(at, min(at + draw.randint(1, 3), count)))
+        at += len(block)
+        shown += stream.add(block, ended=at == count)
+        assert text.startswith(shown)
+    assert shown == text
+
+
+def _byte(value: int) -> bytes:
+    return bytes([value])
+
+
+def test_only_the_longest_beginning_of_a_stop_string_is_held_back():
+    assert beginning("one END", ("END OF", "DO")) == 3 and beginning("one", ("END",)) == 0
+    stream = Stream(Bytes([b"a", b"ab", b"abc", b"x"]), ("abcd",))
+    assert [stream.add([token], False) for token in (0, 1, 2, 3)] == ["", "a", "ab", "abcx"]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    found = tiny_pair(VOCAB)
+    monkeypatch.setattr(model, "load_pair", lambda *args: found)
+    return found
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """A bad file must be answered before any model is loaded."""
+    monkeypatch.setattr(model, "load_pair", lambda *args: pytest.fail("a model was loaded"))
+
+
+def requests(path, count: int = 16):
+    """A file of prompts of 1 to 20 words; some lines name their own limit, relaxation, seed, stop or id."""
+    draw, rows = random.Random(0), []
+    for i in range(count):
+        row = {"prompt": " ".join(f"w{draw.randrange(2, VOCAB)}" for _ in range(draw.randint(1, 20)))}
+        row |= {"max_new_tokens": draw.randint(1, 12)} if i % 3 == 1 else {}
+        row |= {"relaxation": "ensemble:0.6;budget=1.5"} if i % 4 == 2 else {}
+        row |= {"id": f"row {i}", "seed": 7 * i, "stop": ["w3 w4", "w9", "w5", "w6"]} if i % 5 == 4 else {"id": None}
+        rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return rows
+
+
+def words(folder, out: str, *more) -> list[str]:
+    given = ["decode", "--input", folder / "in.jsonl", "--output", folder / out, "--method", "block", "--batch", 4]
+    return [str(word) for word in (*given, "--unit", 4, "--max_new_tokens", 12, *more)]
+
+
+def test_every_line_of_a_file_becomes_a_line_with_its_text_and_what_it_cost(tmp_path, pair, capsys):
+    rows = requests(tmp_path / "in.jsonl")
+    assert cli.main(words(tmp_path, "out.jsonl", "--seed", 3)) == 0
+    out = capsys.readouterr().out
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [r["id"] for r in results] == [row["id"] or i for i, row in enumerate(rows)]
+    for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+        (c,) = decode(
+            pair, [pair.tokenizer(row["prompt"])["input_ids"]], method="block", stop=tuple(row.get("stop", ())),
+            relaxation=row.get("relaxation", "none"), seeds=[row.get("seed", (3 << 32) + i)],
+            max_new_tokens=row.get("max_new_tokens", 12),
+        )  # fmt: skip
+        for name in ("text", "tokens", "drafted", "accepted", "drafted_by_depth", "accepted_by_depth", "target_calls"):
+            assert result[name] == getattr(c, name), name
+        assert result["substitutions"] == pytest.approx(c.substitutions, abs=1e-5)
+        assert result["budget"] == (1.5 if "relaxation" in row else None)
+        ended = "end" if c.tokens[-1] == 1 else "stop" if c.finished else "length"
+        assert result["reason"] == ended
+    assert {result["reason"] for result in results} == {"end", "stop", "length"}
+    tokens, calls = (
+        sum(values) for values in zip(*((len(r["tokens"]), r["target_calls"]) for r in results), strict=True)
+    )
+    assert f"16 texts, {tokens} tokens in " in out and f"({calls} calls; the extra token counts)" in out
+    assert [line.split()[0] for line in out.splitlines()[-6:]] == [
+        "prefill", "draft", "target", "verify", "commit", "total"
+    ]  # fmt: skip
+
+
+def test_the_bytes_of_the_results_do_not_tell_how_often_the_run_was_killed(tmp_path, pair, capsys):
+    """SIGKILL at random moments, each followed by the same command in a new process, until one comes through."""
+    requests(tmp_path / "in.jsonl")
+    began = time.monotonic()
+    assert cli.main(words(tmp_path, "whole.jsonl")) == 0
+    duration, whole = time.monotonic() - began, (tmp_path / "whole.jsonl").read_bytes()
+    draw, kills, status = random.Random(1), 0, None
+    while status != 0:
+        child = os.fork()
+        if child == 0:
+            os._exit(cli.main(words(tmp_path, "killed.jsonl")))
+        time.sleep(draw.uniform(0, duration) if kills < 6 else 20 * duration)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert status in (0, signal.SIGKILL)
+        kills += status != 0
+    assert kills and (tmp_path / "killed.jsonl").read_bytes() == whole
+
+
+def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(tmp_path, pair, capsys):
+    requests(tmp_path / "in.jsonl", 9)
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    whole, draw = (tmp_path / "out.jsonl").read_bytes(), random.Random(2)
+    lines = whole.splitlines(keepends=True)
+    for size in [len(b"".join(lines[:4])), len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(2))]:
+        os.truncate(tmp_path / "out.jsonl", size)
+        assert cli.main(words(tmp_path, "out.jsonl")) == 0
+        assert (tmp_path / "out.jsonl").read_bytes() == whole
+    (tmp_path / "out.jsonl").unlink()
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0 and (tmp_path / "out.jsonl").read_bytes() == whole
+    capsys.readouterr()
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out.jsonl'}: complete, nothing to decode\n"
+
+
+@pytest.fixture
+def refused(capsys):
+    """The sentence that a command line is answered with."""
+
+    def sentence(args: list[str]) -> str:
+        capsys.readouterr()
+        assert cli.main(args) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err.strip()
+
+    return sentence
+
+
+def test_another_process_and_other_settings_are_refused(tmp_path, pair, refused):
+    requests(tmp_path / "in.jsonl", 7)
+    out, run = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run"
+    with exclusive(run):
+        assert refused(words(tmp_path, "out.jsonl")) == (
+            f"diversed decode: another process (pid {os.getpid()}) is writing to {run}; wait until it ends or choose "
+            "another --output"
+        )
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    before = out.read_bytes()
+    assert refused(words(tmp_path, "out.jsonl", "--seed", 5)) == (
+        f"diversed decode: {out} was begun with seed 0, now it is 5; choose another --output, or delete it and {run}"
+    )
+    assert "was begun with relaxation 'none', now it is 'ensemble:0.3'" in refused(
+        words(tmp_path, "out.jsonl", "--relaxation", "ensemble:0.3")
+    )
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write('{"prompt": "w2"}\n')
+    assert "was begun with input '" in refused(words(tmp_path, "out.jsonl"))
+    assert out.read_bytes() == before
+
+
+def test_files_that_are_no_results_are_kept_and_refused(tmp_path, pair, refused):
+    requests(tmp_path / "in.jsonl", 7)
+    (tmp_path / "mine.txt").write_text("a diary")
+    assert "mine.txt exists and " in refused(words(tmp_path, "mine.txt"))
+    assert (tmp_path / "mine.txt").read_text() == "a diary"
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    for damaged, sentence in (
+        ([lines[1], lines[0]], "line 1 of .* is not the result of line 1 of in.jsonl"),
+        ([lines[0], "{}\n"], "line 2 of .* is not the result of line 3 of in.jsonl"),
+        ([*lines, lines[0]], "line 8 of .* is not a result, there are no more requests"),
+    ):
+        (tmp_path / "out.jsonl").write_text("".join(damaged))
+        assert re.search(sentence, refused(words(tmp_path, "out.jsonl")))
+        assert (tmp_path / "out.jsonl").read_text() == "".join(damaged)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "line 2 of .*in.jsonl must be JSON: "),
+        ("[1]", "line 2 of in.jsonl must be an object with named fields, got [1]"),
+        ('{"id": 3}', "line 2 of in.jsonl must have as `prompt` a text, got null"),
+        ('{"prompt": ""}', "line 2 of in.jsonl: `prompt` must not be empty; give the text to continue"),
+        ('{"prompt": "\\ud800"}', "line 2 of in.jsonl: `prompt` must be UTF-8, got other bytes"),
+        (
+            '{"prompt": "w2", "promt": 1}',
+            "line 2 of in.jsonl has the field `promt`, which no request has; did you mean",
+        ),
+        ('{"prompt": "w2", "seed": 1.5}', "line 2 of in.jsonl must have as `seed` a whole number of 64 bits, got 1.5"),
+        ('{"prompt": "w2", "seed": true}', "must have as `seed` a whole number of 64 bits, got true"),
+        ('{"prompt": "w2", "max_new_tokens": 0}', "must have as `max_new_tokens` a whole number, at least 1, got 0"),
+        ('{"prompt": "w2", "stop": "a"}', 'must have as `stop` a list of texts, none empty, got "a"'),
+        ('{"prompt": "w2", "stop": [""]}', 'must have as `stop` a list of texts, none empty, got [""]'),
+        (
+            '{"prompt": "w2", "relaxation": "ensemble:3"}',
+            "line 2 of in.jsonl: relaxation 'ensemble:3': weight must lie",
+        ),
+        ('{"prompt": "w2", "relaxation": "no/bundle"}', "line 2 of in.jsonl: bundle no/bundle is not a folder"),
+        (
+            '{"prompt": "w2", "id": 0}',
+            "line 2 of in.jsonl has the id 0 of line 1 of in.jsonl; give every request its own",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, unloaded, refused, line, sentence):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w2"}\n' + line + "\n")
+    answer = refused(words(tmp_path, "out.jsonl"))
+    assert sentence in answer or re.search(sentence.replace("[", r"\["), answer), answer
+    assert list(tmp_path.iterdir()) == [tmp_path / "in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ([], "`diversed decode` needs --prompt, or --input and --output for a file of prompts"),
+        (["--prompt", "w2", "--input", "f", "--output", "g"], "needs --prompt, or --input and --output"),
+        (["--input", "f"], "needs --prompt, or --input and --output"),
+        (["--prompt", ""], "`prompt` must not be empty; give the text to continue"),
+        (["--input", "nowhere.jsonl", "--output", "g"], "nowhere.jsonl: No such file or directory"),
+        (["--input", "f", "--output", "g", "--seed", str(1 << 31)], "`seed` must be at most 2147483647"),
+        (["--input", "f", "--output", "g", "--unit", "0"], "`unit` must be at least 1, got 0"),
+        (["--input", "f", "--output", "g", "--batch", "0"], "`batch` must be at least 1, got 0"),
+    ],
+)
+def test_what_the_options_must_be_is_said_before_any_model_is_loaded(unloaded, refused, args, sentence):
+    assert sentence in refused(["decode", *args])
+
+
+def test_a_prompt_longer_than_the_context_is_named_by_its_line(tmp_path, pair, refused):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w2"}\n{"prompt": "' + "w3 " * 120 + '"}\n')
+    assert refused(words(tmp_path, "out.jsonl")) == (
+        "diversed decode: line 2 of in.jsonl: prompt 1 is longer than the context: 120 tokens and 17 new ones exceed "
+        "128; lower `max_new_tokens` or shorten the prompt"
+    )
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w2", "relaxation": "ensemble:0.3"}\n')
+    assert "line 1 of in.jsonl relaxes towards the draft, and method plain has none" in refused(
+        words(tmp_path, "out.jsonl", "--method", "plain")
+    )
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, pair, capsys, monkeypatch):
+    requests(tmp_path / "in.jsonl", 8)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8 and all(
+        re.fullmatch(rf"{i}/8, [\d,]+ tokens/s, [\d,]+ s left", line) for i, line in enumerate(lines, 1)
+    )
