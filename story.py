@@ -143,7 +143,8 @@ def _rounds(
         train=lambda traces, to: command("train")([*train_words, *_places(Path(to).parent, traces)]),
         export=write,
     )
-    train, bias = run_rounds(out, commands, plan["rounds"], plan["max_drop"], gather["relaxation"], gather["samples"], blend)
+    first, samples = gather["relaxation"], gather["samples"]
+    train, bias = run_rounds(out, commands, plan["rounds"], plan["max_drop"], first, samples, blend)
     write(str(train), str(out / "bundle"), bias + asked)
 
 

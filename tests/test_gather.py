@@ -73,7 +73,8 @@ def test_a_trace_holds_the_numbers_of_both_models_at_its_own_contexts():
             "features": logit_features(rows[1], rows[0]),
         }
         top = (rows[0] + rows[1]).topk(3).indices
-        expected |= {f"{name}_rest": 1 - row.gather(1, top).sum(-1) for name, row in zip(("target", "draft"), rows)}
+        for name, row in (("target", rows[0]), ("draft", rows[1])):
+            expected[f"{name}_rest"] = 1 - row.gather(1, top).sum(-1)
         for name, value in expected.items():
             torch.testing.assert_close(text.columns[name], value, atol=1e-5, rtol=1e-4, msg=name)
         # stored as float16: three decimal digits

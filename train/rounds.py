@@ -41,13 +41,21 @@ class Stages:
 
 
 def run_rounds(
-    out: Path, stages: Stages, most: int, max_drop: float, relaxation: str, samples: int, blend: str = ""
+    out: Path,
+    stages: Stages,
+    most: int,
+    max_drop: float,
+    relaxation: str,
+    samples: int,
+    blend: str = "",
+    all_rounds: bool = False,
 ) -> tuple[Path, float]:
     """Up to `most` rounds; (folder of the last trained head, its bias). Finished stages are skipped when run again.
 
     max_drop:   loss of mean reward that the operating point may cost, in the reward's own unit.
     relaxation: what the first round's texts are sampled from; samples: texts a prompt and round.
     blend: what a relaxation by a trained bundle ends in, ";blend=logits" or nothing.
+    all_rounds: go on after agreement, for comparisons at an equal number of texts.
     """
     rows: list[dict] = []
     predicted = None
@@ -65,7 +73,7 @@ def run_rounds(
         print(_line(rows[-1]), flush=True)
         stages.export(str(here / "train"), str(here / "bundle"), bias)
         relaxation = f"{here / 'bundle'}{blend}"
-        if row["agrees"]:
+        if row["agrees"] and not all_rounds:
             break
     return here / "train", bias
 
