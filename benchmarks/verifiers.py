@@ -15,7 +15,6 @@ every position. `gap` is the share of the step acceptance between exact decoding
 
 from __future__ import annotations
 
-import json
 import os
 from itertools import product
 from pathlib import Path
@@ -92,22 +91,22 @@ def run(
     """
     common = dict(target=target, draft=draft, task=task, data=data, max_new_tokens=max_new_tokens, threads=threads)
     prompts = {"train": max(rollouts) // 4, "validation": validation_prompts, "test": test_prompts}
-    world = _World(Path(out), common, prompts, likelihood)
+    world = World(Path(out), common, prompts, likelihood)
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
-    rows = _rows("exact", exact, exact, None)
-    rows += _rows("oracle", ceiling, exact, ceiling) if oracle else []
+    rows = rows_of("exact", exact, exact, None)
+    rows += rows_of("oracle", ceiling, exact, ceiling) if oracle else []
     baseline = world.measure("validation", "none")
     for seed, count, kind, objective in product(seeds, rollouts, features, objectives):
         name = f"{objective} {kind} {count} seed {seed}"
         settings = {**OBJECTIVES[objective], **HEADS[kind], "features": kind}
         bundle = world.head(name, objective, settings, count, seed, relaxation, unit, epochs, max_drop)
-        bias = world.choose(bundle, biases, baseline, max_drop / 2)
+        bias = choose(world, bundle, biases, baseline, max_drop / 2)
         print(f"{name}: bias {bias:g}", flush=True)
-        rows += _rows(f"{name}, bias {bias:g}", world.measure("test", f"{bundle};bias={bias:g}"), exact, ceiling)
+        rows += rows_of(f"{name}, bias {bias:g}", world.measure("test", f"{bundle};bias={bias:g}"), exact, ceiling)
     return rows
 
 
-class _World:
+class World:
     """One pair and task: gathers, trains and measures into one folder, and never twice."""
 
     def __init__(self, out: Path, common: dict, prompts: dict[str, int], likelihood: bool):
@@ -126,7 +125,7 @@ class _World:
             weight, tv = shard.weight.double(), shard.tv.double()
             for name, value in (("acceptance", 1 - (1 - weight) * tv), ("substitutions", weight * tv)):
                 found[name] += torch.zeros(shard.texts).double().index_add(0, text, value).tolist()
-            logprob = torch.zeros(shard.texts).double().index_add(0, text, shard.target_prob.double().log())
+            logprob = torch.zeros(shard.texts).double().index_add(0, text, shard.target_prob.double().clamp_min(1e-30).log())
             found["score"] += ((logprob / length) if self.likelihood else shard.reward).tolist()
             found["positions"] += length.tolist()
         return found
@@ -139,10 +138,6 @@ class _World:
         hidden = settings["features"] != "logits"
         data = dict(batch=32, reward=reward)
 
-        def texts(out: str, relaxation: str, first_sample: int, prompts: int, hidden: bool) -> None:
-            gather(out=out, prompts=prompts, samples=4, first_sample=first_sample, relaxation=relaxation, unit=unit,
-                   seed=seed, hidden=hidden, **self.common)  # fmt: skip
-
         def fit(traces: list[str], out: str) -> None:
             train(traces=traces, out=out, seed=seed, epochs=epochs, data=data, **settings)
 
@@ -152,24 +147,36 @@ class _World:
 
         if objective == "rounds":
             prompts = count // (4 * ROUNDS)
-            stages = Stages(lambda out, rule, first: texts(out, rule, first, prompts, hidden), fit, bundle)
+            stages = Stages(
+                lambda out, rule, first: self.gather(out, rule, first, prompts, unit, seed, hidden), fit, bundle
+            )
             trained, _ = run_rounds(folder, stages, ROUNDS, max_drop, relaxation, 4, all_rounds=True)
         else:
-            texts(str(self.out / f"traces-{seed}"), relaxation, 0, self.prompts["train"], True)
-            fit([_first(self.out / f"traces-{seed}", count // 4)], str(folder))
+            fit([self.traces(seed, relaxation, unit, count)], str(folder))
             trained = folder
         bundle(str(trained), str(folder / "bundle"), 0.0)
         return str(folder / "bundle")
 
-    def choose(self, bundle: str, biases: list[float], exact: dict[str, list[float]], most: float) -> float:
-        """The largest bias whose mean validation score is at most `most` below exact decoding's; by bisection."""
-        low, high = 0, len(biases)  # biases[:low + 1] are taken to be good, biases[high:] bad
-        limit = sum(exact["score"]) / len(exact["score"]) - most
-        while high - low > 1:
-            middle = (low + high) // 2
-            score = self.measure("validation", f"{bundle};bias={biases[middle]:g}")["score"]
-            low, high = (middle, high) if sum(score) / len(score) >= limit else (low, middle)
-        return biases[low]
+    def traces(self, seed: int, relaxation: str, unit: int, count: int) -> str:
+        """Folder of `count` texts, four a prompt: the beginning of one large batch, so that fewer are part of more."""
+        folder = self.out / f"traces-{seed}"
+        self.gather(str(folder), relaxation, 0, self.prompts["train"], unit, seed, hidden=True)
+        return _first(folder, count // 4)
+
+    def gather(self, out: str, relaxation: str, first: int, prompts: int, unit: int, seed: int, hidden: bool) -> None:
+        gather(out=out, prompts=prompts, samples=4, first_sample=first, relaxation=relaxation, unit=unit, seed=seed,
+               hidden=hidden, **self.common)  # fmt: skip
+
+
+def choose(world: World, bundle: str, biases: list[float], exact: dict[str, list[float]], most: float) -> float:
+    """The largest bias whose mean validation score is at most `most` below exact decoding's; by bisection."""
+    low, high = 0, len(biases)  # biases[: low + 1] are taken to be good, biases[high:] to be bad
+    limit = sum(exact["score"]) / len(exact["score"]) - most
+    while high - low > 1:
+        middle = (low + high) // 2
+        score = world.measure("validation", f"{bundle};bias={biases[middle]:g}")["score"]
+        low, high = (middle, high) if sum(score) / len(score) >= limit else (low, middle)
+    return biases[low]
 
 
 def _first(folder: Path, prompts: int) -> str:
@@ -185,7 +192,7 @@ def _first(folder: Path, prompts: int) -> str:
     return str(out)
 
 
-def _rows(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[dict]:
+def rows_of(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[dict]:
     """Score, its paired difference to exact decoding, step acceptance and the share of the gap, with 95 % intervals."""
     mean, low, high = bootstrap(cell["score"])
     rows = [{"case": case, "value": mean, "unit": "score", "low": low, "high": high}]
@@ -194,7 +201,8 @@ def _rows(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[dict
     mean, low, high = paired_bootstrap(cell["score"], exact["score"])
     rows.append({"case": case, "value": mean, "unit": "score - exact", "low": low, "high": high})
     rows.append({"case": case, "value": _acceptance(cell), "unit": "step acceptance"})
-    rows.append({"case": case, "value": sum(cell["substitutions"]) / len(cell["score"]), "unit": "substitutions a text"})
+    substituted = sum(cell["substitutions"]) / len(cell["score"])
+    rows.append({"case": case, "value": substituted, "unit": "substitutions a text"})
     if ceiling and ceiling is not cell:
         gap = _acceptance(ceiling) - _acceptance(exact)
         rows.append({"case": case, "value": (_acceptance(cell) - _acceptance(exact)) / gap, "unit": "of the gap"})

@@ -52,12 +52,14 @@ def load_bundle(
     target, draft: the models (`runtime.model.Model`) it will judge, or None to leave that unchecked.
     sampling: the `Sampling` it will be used at, or None; another one than in training only warns.
     any_pair: accept models it was not trained for, with a warning; only heads with features="logits" can be moved.
+        A bundle that was exported with --any_pair accepts them by itself.
     """
     folder = Path(folder)
     card = read_card(folder)
     head = _read_head(folder, card)
     _replay(folder, head)
     misfits = "; ".join(filter(None, (_misfit(card, "target", target), _misfit(card, "draft", draft))))
+    any_pair = any_pair or card.get("any_pair") is True
     if misfits and any_pair and head.features == "logits":
         warnings.warn(f"bundle {folder} is used with models it was not trained for: {misfits}", stacklevel=2)
     elif misfits:

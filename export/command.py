@@ -17,7 +17,15 @@ LARGEST_BIAS = 1e30  # float32 ends at 3e38
 MANIFEST = ("tokenizer", "vocab", "sampling", "task", "relaxation")
 
 
-def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, results: str | None = None) -> None:
+def export(
+    *,
+    train: str,
+    out: str,
+    draft_length: int = 5,
+    bias: float = 0.0,
+    any_pair: bool = False,
+    results: str | None = None,
+) -> None:
     """Write a bundle: the trained head with a card that says what it is for, checked when it is loaded.
 
     Args:
@@ -26,6 +34,8 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
         draft_length: tokens drafted per target call the head is meant for; stated on the card.
         bias: added to the gate's logit for good, larger is faster and further from the target; `;bias=` at run time
             is counted from there.
+        any_pair: let the bundle be used with other models than it was trained for, with a warning; for gates that read
+            the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
     """
     if draft_length < 1:
@@ -35,9 +45,14 @@ def export(*, train: str, out: str, draft_length: int = 5, bias: float = 0.0, re
     run = Path(train)
     training = _read_training(run)
     head = _read_head(run, training["head"])
+    if any_pair and head.features != "logits":
+        raise ValueError(
+            f"`any_pair` is for gates with features logits; the gate in {train} reads {head.features}, and the hidden "
+            "states of other models mean something else"
+        )
     last = list(head.net.modules())[-1]
     last.bias.data += bias
-    card = make_card(head, training, draft_length, bias)
+    card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
     write_bundle(out, head, card)
     if results:
         from ..eval.speed import summarise

@@ -237,3 +237,15 @@ def test_readme_is_a_model_card(bundle):
     text = (bundle / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: diversed\n") and '- "some/target"' in text
     assert "draft length | 7 tokens" in text and "NOT distributed like the target's" in text
+
+
+def test_a_bundle_exported_for_any_pair_says_so_and_warns_where_it_is_used(tmp_path):
+    trained(tmp_path / "train", "logits")
+    export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"), any_pair=True)
+    other = SimpleNamespace(**TARGET | {"hash": "eeee"})
+    with pytest.warns(UserWarning, match="is used with models it was not trained for: .*hash eeee"):
+        load_bundle(tmp_path / "bundle", other, draft)
+    trained(tmp_path / "hidden", "hidden")
+    with pytest.raises(ValueError, match="`any_pair` is for gates with features logits; the gate in .* reads hidden"):
+        export(train=str(tmp_path / "hidden"), out=str(tmp_path / "refused"), any_pair=True)
+    assert not (tmp_path / "refused").exists()

@@ -159,6 +159,16 @@ def test_patience_stops_after_the_best_held_out_loss_and_keeps_that_head(tmp_pat
     assert float(loss) == pytest.approx(losses[best], abs=2e-6)  # figures are rounded to six decimals
 
 
+def test_a_gate_starts_from_another_one_of_its_kind(finished, traces, tmp_path):
+    settings = {**SETTINGS, "epochs": 1, "lr": 0.0, "weight_decay": 0.0, "start": str(finished)}
+    out = train(traces=traces, out=str(tmp_path / "train"), **settings)
+    assert (out / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="`start`: the gate in .* has other features or another width"):
+        train(traces=traces, out=str(tmp_path / "other"), **{**settings, "width": 8})
+    with pytest.raises(FileNotFoundError, match="`start` .* holds no head.safetensors; give a folder of"):
+        train(traces=traces, out=str(tmp_path / "other"), **{**settings, "start": str(tmp_path)})
+
+
 def test_a_bounded_gate_spends_its_bound_and_looks_at_no_reward(tmp_path):
     heads = []
     for number, reward in enumerate((None, 0.0)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Literal
 
 import torch
 from pytorch_lightning import LightningModule
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..runtime.limits import within
@@ -42,6 +45,8 @@ class VerifierModule(LightningModule):
         blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
         bound: expected substitutions a text that the objective `bounded` may spend.
         draft_length: tokens drafted a call, for the objective `bounded`.
+        start: folder of a trained gate (of `diversed train` or a bundle) to start from, for refitting on few texts of
+            another task or pair; None starts from a constant.
         patience: stop after this many epochs without a lower loss on the held-out prompts, and keep the head of the
             best epoch; 0 trains all epochs and keeps the last.
     """
@@ -62,6 +67,7 @@ class VerifierModule(LightningModule):
         blend: Literal["probabilities", "logits"] = "probabilities",
         bound: float = 1.0,
         draft_length: int = 5,
+        start: str | None = None,
         patience: int = 0,
     ):
         settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -81,13 +87,16 @@ class VerifierModule(LightningModule):
         return self.head(batch["features"], batch.get("hidden"))
 
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
-        """Standardise the gate's inputs and choose its first constant output.
+        """Standardise the gate's inputs and choose its first constant output; or take over the gate in `start`.
 
         A weight starts at the traces' own mean, where the ratios v_new / v_old are 1; attribution at a harm of exp(-1),
         from where a few substitutions a text explain some failures.
 
         features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training texts.
         """
+        if self.settings["start"]:
+            self.head.load_state_dict(_started(Path(self.settings["start"]), self.head))
+            return
         self.head.standardise(features, hidden)
         last = self.head.net[-1] if self.head.width else self.head.net
         with torch.no_grad():
@@ -218,6 +227,23 @@ class VerifierModule(LightningModule):
         for name, value in values.items():
             sums[name] = sums.get(name, 0) + value * counts
         return accepted
+
+
+def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
+    """The tensors of the gate in `folder`; ValueError where it is none of this kind."""
+    path = folder / "head.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"`start` {folder} holds no head.safetensors; give a folder of `diversed train` or a bundle"
+        )
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"`start`: {path} is damaged ({error}); train it again") from None
+    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
+        raise ValueError(f"`start`: the gate in {folder} has other features or another width than the one to train")
+    return tensors
 
 
 def schedule(step: int, total: int, warmup: int) -> float:

@@ -5,8 +5,8 @@
 
 A fit says what a substitution costs (objective `attribution`), and so what texts of any threshold will earn. The bias
 of a round's bundle is the largest whose predicted loss of reward is at most `max_drop`; the next round gathers there.
-Where its mean reward agrees with the prediction, the fit holds at the operating point and more rounds would add little.
-Other objectives choose no threshold: their bias is 0 and their prediction is the mean reward reweighted by v_new / v_old.
+Where its mean reward agrees with the prediction, the fit holds at the operating point and more rounds add little.
+Other objectives choose no threshold: their bias is 0, their prediction the mean reward reweighted by v_new / v_old.
 """
 
 from __future__ import annotations
@@ -145,9 +145,10 @@ def _realised(folder: str, data: TraceModule, predicted: float | None) -> dict:
 
 
 def _line(row: dict) -> str:
-    expected = "" if row["predicted"] is None else (
-        f", predicted {row['predicted']:.4f}: " + ("the fit holds here" if row["agrees"] else "the fit does not hold yet")
-    )  # fmt: skip
+    expected = ""
+    if row["predicted"] is not None:
+        holds = "the fit holds here" if row["agrees"] else "the fit does not hold yet"
+        expected = f", predicted {row['predicted']:.4f}: {holds}"
     return (
         f"round {row['round']}: reward {row['reward']:.4f} [{row['low']:.4f}, {row['high']:.4f}]{expected}; "
         f"step acceptance {row['step_acceptance']:.4f}, {row['substitutions']:.2f} substitutions a text; "
