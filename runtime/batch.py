@@ -15,6 +15,8 @@ from torch import Tensor
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.multipath import choose_paths
 from ..verifier.relax import relax, substitutions
+from .chain import sample, serves
+from .chain import verdict as chain_verdict
 from .completion import Completion, Request, cut, stopped
 from .drafting import children
 from .model import Model, Output
@@ -26,14 +28,17 @@ if TYPE_CHECKING:
 
 PREFILL = 512
 SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of requests move nothing
-LISTS = ("indices", "requests", "active", "began")
+AHEAD = 8  # steps whose random numbers are computed together, where a step needs at most MOST_LANES of them
+MOST_LANES = 32
+LISTS = ("indices", "requests", "active", "began", "lengths", "draft_lengths")
 PER_ROW = ("length", "draft_length", "seed", "spent", "recent")
 
 
 class Batch:
     """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those.
 
-    A row whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
+    `lengths` and `draft_lengths` are the same numbers as lists, so that a step need not ask the device for them. A row
+    whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
     """
 
     def __init__(self, engine: Engine, requests: dict[int, Request]):
@@ -44,6 +49,10 @@ class Batch:
         tokens, count = padded([request.tokens for request in self.requests], self.device)
         self.length = count - 1
         self.draft_length = self.length.clone()
+        self.lengths, self.draft_lengths = self.length.tolist(), self.length.tolist()
+        self.serial = serves(engine.law, engine.shape.parents, self.device)
+        self.lanes = 3 + int(engine.shape.lanes.max())
+        self.stock = 0  # steps that `table` still has random numbers for
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
@@ -67,7 +76,7 @@ class Batch:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         for name in PER_ROW:
             setattr(self, name, getattr(self, name)[index])
-        self.before = tuple(rows[index] for rows in self.before)
+        self.before, self.stock = tuple(rows[index] for rows in self.before), 0
         self.target_cache.select(index)
         self.draft_cache.select(index)
 
@@ -79,7 +88,7 @@ class Batch:
             setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
         for name in PER_ROW:
             setattr(self, name, getattr(self, name).index_copy(0, index, getattr(fresh, name)))
-        self.before = tuple(rows.index_fill(0, index, 0) for rows in self.before)
+        self.before, self.stock = tuple(rows.index_fill(0, index, 0) for rows in self.before), 0
         capacity = self.capacity()
         for cache, new in ((self.target_cache, fresh.target_cache), (self.draft_cache, fresh.draft_cache)):
             if cache.capacity != capacity:
@@ -92,8 +101,8 @@ class Batch:
         A row whose text ends here is not active afterwards.
         """
         engine = self.engine
-        coins = uniforms(self.seed, self.length + 1, 3 + int(engine.shape.lanes.max()))
-        tokens, draft, draft_hidden = self._draft(coins[:, 2:])
+        coins = self._coins()
+        tokens, draft, draft_hidden = (self._draft_chain if self.serial else self._draft)(coins[:, 2:])
         engine.lap("draft")
         target, target_hidden = self._target(tokens)
         engine.lap("target")
@@ -103,16 +112,49 @@ class Batch:
             hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.hidden else None
             weight = engine.gate(draft, target, hidden)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
-        verdict = draw(engine.law(relaxed), coins[:, :2])
+        if self.serial:
+            verdict = chain_verdict(engine.law, relaxed, coins[:, :2])
+        else:
+            verdict = draw(engine.law(relaxed), coins[:, :2])
         path = self.shape.paths.to(self.device)[verdict.node]
-        cost = substitutions(tree, relaxed)
-        share = self._share(tree, cost, weight)
+        cost, share = self._price(tree, relaxed, weight, path)
         engine.lap("verify")
-        emitted = self._record(done, tree, verdict, path, cost.gather(1, path), share.gather(1, path))
+        emitted = self._record(done, tree, verdict, path, cost, share)
         if len(engine.shapes) > 1:
             self._remember(tree, verdict, path)
         self._commit(tokens, verdict, path)
         return emitted
+
+    def _coins(self) -> Tensor:
+        """[B, 2 + lanes] this step's random numbers, from a table that reaches as far as the next steps can go."""
+        steps, reach = AHEAD if self.lanes <= MOST_LANES else 1, self.engine.shape.depth + 1
+        if not self.stock:
+            ahead = 1 + (steps - 1) * reach
+            position = self.length.unsqueeze(1) + torch.arange(1, ahead + 1, device=self.device)
+            table = uniforms(self.seed.repeat_interleave(ahead), position.flatten(), self.lanes)
+            self.table, self.since = table.view(len(position), ahead, -1), self.length
+            self.stock = steps
+        self.stock -= 1
+        return self.table[torch.arange(len(self.length), device=self.device), self.length - self.since]
+
+    @property
+    def even(self) -> bool:
+        """Whether a chain's slot is its position in every row, so that nothing needs a mask of its own or moves."""
+        return self.serial and len(set(self.lengths)) == 1 == len(set(self.draft_lengths))
+
+    def _draft_chain(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`_draft` for a chain, all of whose tokens are present."""
+        engine, ran = self.engine, []
+        tokens = self.recent[:, 1:]
+        for depth in range(engine.drafted_depths):
+            out = self._draft_level(tokens, depth) if depth else self._draft_root()
+            level = probabilities(out.logits, engine.sampling)
+            ran.append((level, out.hidden))
+            if depth < self.shape.depth:
+                tokens = torch.cat([tokens, sample(level, coins[:, depth])], 1)
+        rows, hidden = self._padded(ran)
+        refuse_nan(rows, "draft", self.indices)
+        return tokens, rows, hidden
 
     def _draft(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H].
@@ -174,8 +216,12 @@ class Batch:
 
     def _draft_level(self, tokens: Tensor, depth: int) -> Output:
         """Run the draft on the nodes of one depth."""
+        if self.even:
+            start = self.lengths[0] + depth
+            positions = torch.full((len(tokens), 1), start, device=self.device)
+            return self.engine.pair.draft(tokens[:, -1:], positions, None, self.draft_cache, start, self.engine.hidden)
         first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
-        base = int(self.length.max()) + 1
+        base = max(self.lengths) + 1
         visible = self._tree_visible(self.length + 1, base, first, last, root=1)
         positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
         start = base + first - 1
@@ -185,7 +231,12 @@ class Batch:
     def _draft_root(self) -> Output:
         """Run the draft on the root and, where the last block was accepted whole, on the token before it."""
         model, lacking = self.engine.pair.draft, self.length - self.draft_length
-        width, start = 1 + int(lacking.max()), int(self.draft_length.max())
+        start = max(self.draft_lengths)
+        width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
+        if self.even:
+            positions = torch.arange(start, start + width, device=self.device).expand(len(lacking), -1)
+            out = model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
+            return Output(out.logits[:, -1:], out.hidden[:, -1:] if out.hidden is not None else None)
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
         first = start + width - 1 - lacking
@@ -215,13 +266,21 @@ class Batch:
     def _target(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Target rows [B, N, V] and hidden states of the whole tree in one call."""
         engine = self.engine
-        base, count = int(self.length.max()), self.shape.nodes
-        visible = self._tree_visible(self.length, base, 0, count, root=0)
+        base, count = max(self.lengths), self.shape.nodes
+        visible = None if self.even else self._tree_visible(self.length, base, 0, count, root=0)
         positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
         out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
         rows = probabilities(out.logits, engine.sampling)
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
+
+    def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, path: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, L + 1] substitutions and the draft's share at the positions of the path, see `Completion.add_step`."""
+        if relaxed is tree:  # every row is the target's own
+            ran = torch.arange(path.shape[1], device=self.device) < self.engine.drafted_depths
+            return torch.zeros_like(path, dtype=torch.float64), torch.where(ran, 0.0, torch.nan).expand(path.shape)
+        cost = substitutions(tree, relaxed)
+        return cost.gather(1, path), self._share(tree, cost, weight).gather(1, path)
 
     def _share(self, tree: DraftTree, cost: Tensor, weight: Tensor | None) -> Tensor:
         """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend.
@@ -276,17 +335,18 @@ class Batch:
         """Move the accepted path of every row down to its own length, in both caches."""
         shape, accepted = self.shape, self._accepted(verdict)
         step = torch.arange(path.shape[1], device=self.device)
-        base = int(self.length.max())
-        self._keep(
-            self.target_cache,
-            base + path,
-            self.length.unsqueeze(1) + step,
-            step <= accepted.unsqueeze(1),
-            base + shape.nodes - 1,
-        )
+        base, even = max(self.lengths), self.even
+        if not even:
+            self._keep(
+                self.target_cache,
+                base + path,
+                self.length.unsqueeze(1) + step,
+                step <= accepted.unsqueeze(1),
+                base + shape.nodes - 1,
+            )
         run = max(self.engine.drafted_depths - 1, 0)
         in_draft = accepted.clamp_max(run)
-        if run:
+        if run and not even:
             real = (step >= 1) & (step <= in_draft.unsqueeze(1))
             last = base + shape.levels[run + 1] - 1
             self._keep(self.draft_cache, base + path, self.length.unsqueeze(1) + step, real, last)
@@ -295,6 +355,10 @@ class Batch:
         self.recent = torch.where(moving.unsqueeze(1), torch.stack([before, verdict.token], 1), self.recent)
         self.draft_length = torch.where(moving, self.length + 1 + in_draft, self.draft_length)
         self.length = torch.where(moving, self.length + 1 + accepted, self.length)
+        for row, count in enumerate(accepted.tolist()):
+            if self.active[row]:
+                self.draft_lengths[row] = self.lengths[row] + 1 + min(count, run)
+                self.lengths[row] += 1 + count
 
     def _keep(self, cache, source: Tensor, destination: Tensor, real: Tensor, idle: int) -> None:
         """Move the real entries; the others copy the slot `idle`, which no real entry names, onto itself."""
@@ -325,8 +389,8 @@ def prefill(model: Model, tokens: Tensor, cache) -> None:
 
 def refuse_nan(rows: Tensor, which: str, prompts: list[int]) -> None:
     """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a distribution."""
-    bad = rows[..., 0].isnan().reshape(len(rows), -1).any(-1)
-    if bad.any():
+    if torch.isnan(rows[..., 0].sum()):
+        bad = rows[..., 0].isnan().reshape(len(rows), -1).any(-1)
         raise ValueError(
             f"the {which} model gave logits that are not finite for prompt {prompts[int(bad.int().argmax())]}; "
             "try another dtype, or check the weights"
