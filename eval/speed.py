@@ -30,11 +30,14 @@ from ..verifier.law import DraftTree
 from ..verifier.relax import Relaxation, parse, relax
 from .quality import bootstrap, paired_bootstrap
 
+SETTINGS = "eval.json"  # what the results beside it were decoded with
 CHUNK_BYTES = 256 << 20  # of one model's float32 rows in memory at a time
 FIELDS = ("method", "relaxation", "seed", "prompt", "score", "tokens", "drafted", "accepted", "target_calls")
 FIELDS += ("positions", "acceptance", "bias", "weight", "target_logprob", "substitutions", "seconds")
+FIELDS += ("temperature", "draft_length")
 KINDS = {"method": str, "relaxation": str, "tokens": list, "weight": int | float | None, "prompt": int, "seed": int}
-SUMMED = tuple(name for name in FIELDS[6:] if name != "weight")
+SUMMED = tuple(name for name in FIELDS[6:-2] if name != "weight")
+POINT = ("method", "relaxation", "temperature", "draft_length")  # a row of figures; a cell is one and a seed
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def score_positions(
     end = count - 1
     sums = torch.zeros(4, len(texts), dtype=torch.float64)
     needs_hidden = bool(gate and gate.needs_hidden)
-    for start, draft, target in _passes(pair, tokens[:, :-1], int(first.min()), needs_hidden, chunk_bytes):
+    for start, draft, target in passes(pair, tokens[:, :-1], int(first.min()), needs_hidden, chunk_bytes):
         position = start + torch.arange(draft.logits.shape[1])
         scored = (position >= first[:, None]) & (position < end[:, None])
         following = tokens[:, start + 1 : start + 1 + len(position)]
@@ -101,6 +104,17 @@ def _chunk(
 
     spent: [B] bias of the earlier positions, which a budget counts.
     """
+    p, q, v, weight = rows(draft, target, scored, following, rule, gate, sampling, spent)
+    likelihood = p.gather(-1, following.to(p.device).unsqueeze(-1)).squeeze(-1).clamp_min(1e-30).log()
+    values = torch.stack([1 - _total_variation(q, v), _total_variation(p, v), weight.to(p), likelihood]).double()
+    return torch.where(scored.to(p.device), values, 0).sum(-1).cpu()
+
+
+def rows(
+    draft: Output, target: Output, scored: Tensor, following: Tensor, rule: Relaxation, gate: Gate | None,
+    sampling: Sampling, spent: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(p, q, v) [B, Q, V] and the draft's share [B, Q] at a chunk's positions; see `_chunk`."""
     device = target.logits.device
     scored, following = scored.to(device), following.to(device)
     p, q = probabilities(target.logits, sampling), probabilities(draft.logits.to(device), sampling)
@@ -116,16 +130,14 @@ def _chunk(
         weight = torch.full_like(bias, torch.nan if rule.constant is None else rule.constant)
     if rule.budget is not None:
         weight = torch.where((bias == 0) & (_total_variation(p, q) > 0), 0, weight)
-    likelihood = p.gather(-1, following.unsqueeze(-1)).squeeze(-1).clamp_min(1e-30).log()
-    values = torch.stack([1 - _total_variation(q, v), bias, weight.to(bias), likelihood]).double()
-    return torch.where(scored, values, 0).sum(-1).cpu()
+    return p, q, v, weight
 
 
 def _is_blend(rule: Relaxation) -> bool:
     return rule.name in ("none", "ensemble", "learned")
 
 
-def _passes(
+def passes(
     pair: Pair, tokens: Tensor, skip: int, hidden: bool, chunk_bytes: int
 ) -> Iterator[tuple[int, Output, Output]]:
     """(first position, draft's output, target's output) over the positions from `skip` on, a chunk at a time.
@@ -154,25 +166,36 @@ def _total_variation(left: Tensor, right: Tensor) -> Tensor:
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The complete lines of a results.jsonl; a last line that a killed run left half written is dropped."""
+    """The complete lines of a results.jsonl; a last line that a killed run left half written is dropped.
+
+    Lines without `temperature` and `draft_length`, of an older version, have those of the settings beside the file.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; `diversed eval` writes it")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
+    records, older = [], _older(path.parent / SETTINGS)
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
+            record |= {name: value for name, value in older(record).items() if name not in record}
             missing = [field for field in FIELDS if not isinstance(record[field], KINDS.get(field, int | float))]
         except KeyError:
             missing = [field for field in FIELDS if field not in record]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError):
             record, missing = None, ["everything"]
         if missing:
             what = f"{', '.join(missing)} is missing or no figure"
             raise ValueError(f"{path}, line {number} is no result: {what}; delete that line")
         records.append(record)
     return records
+
+
+def _older(path: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """record -> the fields that one of an older version lacks, from the settings at `path`."""
+    settings = read_settings(path) if path.is_file() else {}
+    temperature, length = settings.get("sampling", {}).get("temperature", 1.0), settings.get("draft_length", 5)
+    return lambda record: {"temperature": temperature, "draft_length": 0 if record["method"] == "plain" else length}
 
 
 def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
