@@ -68,18 +68,9 @@ class Model:
 
     @property
     def hash(self) -> str:
-        """Fingerprint of architecture and weights: up to 256 evenly spaced entries of every tensor, in bfloat16.
-
-        Equal for the same checkpoint loaded in float32 or bfloat16; cheap for models of any size.
-        """
+        """`fingerprint` of the module, computed once."""
         if self._hash is None:
-            digest = hashlib.sha256(type(self.module).__name__.encode())
-            for name, value in sorted(self.module.state_dict().items()):
-                digest.update(f"{name}{tuple(value.shape)}".encode())
-                flat = value.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // 256)][:256].to("cpu", torch.float32).bfloat16()
-                digest.update(sample.view(torch.int16).numpy().tobytes())
-            self._hash = digest.hexdigest()[:16]
+            self._hash = fingerprint(self.module)
         return self._hash
 
     def cache(self, capacity: int) -> PackedCache:
@@ -248,17 +239,37 @@ def _split(name: str) -> tuple[str, dict]:
     return name, {}
 
 
+def fingerprint(module) -> str:
+    """Hash of architecture and weights: up to 256 evenly spaced entries of every tensor, in bfloat16.
+
+    Equal for the same checkpoint loaded in float32 or bfloat16; cheap for models of any size.
+    """
+    digest = hashlib.sha256(type(module).__name__.encode())
+    for name, value in sorted(module.state_dict().items()):
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        flat = value.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 256)][:256].to("cpu", torch.float32).bfloat16()
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def load_tokenizer(name: str, trust_remote_code: bool = False):
-    """The tokenizer of a folder, hub name, .gguf file or packaged model."""
+    """The tokenizer of a folder, hub name, .gguf file or packaged model; an adapter's is that of its base."""
     from transformers import AutoTokenizer
 
+    name = adapter_base(name) or name
     return _loaded(name, "tokenizer", AutoTokenizer, trust_remote_code=trust_remote_code)
 
 
 def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False):
-    """The Hugging Face module of a folder, hub name, .gguf file or packaged model."""
+    """The Hugging Face module of a folder, hub name, .gguf file or packaged model.
+
+    A folder with a peft adapter stands for its base with the adapter merged into it: a plain module again.
+    """
     from transformers import AutoModelForCausalLM
 
+    if base := adapter_base(name):
+        return _merged(name, base, load_module(base, dtype, device, trust_remote_code))
     keywords = {"dtype": DTYPES["float32" if name in PACKAGED and dtype == "auto" else dtype]}
     if name.endswith(".gguf"):
         from transformers import GgufConfig
@@ -297,6 +308,45 @@ def _loaded(name: str, kind: str, auto, **keywords):
         # Damaged folders end in any of these: JSON, a config of the wrong shape, tensors of the wrong size or cut off.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
+
+
+def adapter_base(name: str) -> str | None:
+    """The base model that the peft adapter in the folder `name` names; None where there is no adapter."""
+    path = Path(name) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} does not say which model it adapts ({error!r}); give a folder that peft wrote"
+        ) from None
+    if not isinstance(base, str) or (Path(base) / "adapter_config.json").is_file():
+        raise ValueError(f"{path} must name a model as its base, got {base!r}; adapters of adapters are not read")
+    return base
+
+
+def _merged(folder: str, base: str, module):
+    """The module of `base` with the adapter in `folder` added to its weights; refuses an adapter that does not fit."""
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    wrong = f"the adapter in {folder} does not fit its base {base}"
+    origin = Path(folder) / "distill.json"
+    made_for = json.loads(origin.read_text()).get("base", {}).get("hash") if origin.is_file() else None
+    if made_for and made_for != (found := fingerprint(module)):
+        raise ValueError(f"{wrong}: it was trained on the weights {made_for}, these are {found}; distil again")
+    try:
+        weights = load_file(Path(folder) / "adapter_model.safetensors")
+        adapted = get_peft_model(module, PeftConfig.from_pretrained(folder))
+        shapes = {key: value.shape for key, value in get_peft_model_state_dict(adapted).items()}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{wrong}: {str(error).strip().splitlines()[0]}") from error
+    # peft itself passes over tensors that are missing or too many.
+    if differing := sorted(dict(shapes.items() ^ {key: value.shape for key, value in weights.items()}.items())):
+        raise ValueError(f"{wrong}: {len(differing)} tensors differ in name or shape, such as {differing[0]}")
+    set_peft_model_state_dict(adapted, weights)
+    return adapted.merge_and_unload()
 
 
 def _same_tokenizer(target, draft, target_name: str, draft_name: str) -> None:
