@@ -18,6 +18,7 @@ KERNELS = {
     "rrsw": recursive.rrsw,
     "traversal": recursive.traversal,
 }
+CHAINS = ("token", "block")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,8 @@ def run(
     cuts = None if target_cut is None else (target_cut.float().contiguous(), draft_cut.float().contiguous())
     if temperature == 0:
         cuts, temperature = (greedy_cut(target), greedy_cut(draft)), 1.0
+    if method in CHAINS and parents != tuple(range(-1, len(parents) - 1)):
+        raise ValueError(f"{method} verifies a chain, one child a node; got parents {parents}; use a method for trees")
     call = Call(
         target, draft, tokens.contiguous(), parents, weight.float().contiguous(), uniform.double().contiguous(),
         temperature, cuts,
