@@ -1,9 +1,11 @@
 """Rows that come and go: a text is the same whoever shares its batch, and the caches stay as large as they must be."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from diversed.benchmarks import memory
 from diversed.runtime import batch as batches
 from diversed.runtime.batch import SLOTS, Batch
 from diversed.runtime.completion import Request
@@ -163,3 +165,16 @@ def test_tokens_are_handed_out_as_they_are_committed_and_the_end_is_said_once():
         assert [token for new, _ in given[i] for token in new] == completion.tokens
         assert [ended for _, ended in given[i]] == [False] * (completion.target_calls - 1) + [True]
     assert decode(tiny_pair(VOCAB), []) == []
+
+
+def test_the_soak_reports_growth_and_speed_and_stops_at_statistics_that_do_not_add_up(monkeypatch):
+    monkeypatch.setattr(memory, "ROUND", 6)
+    growth, speed = memory._soak(("sums-target", "sums-draft"), 1, "traversal", 150, 4, seed=0)
+    assert growth["case"] == "soak traversal, growth" and growth["value"] >= 0 and growth["unit"] == "MB"
+    assert speed["case"] == "soak traversal" and speed["value"] > 0
+    engine, request = Engine(tiny_pair(VOCAB), "block", "ensemble:0.5", draft_length=3), Request([2, 3], 0, 20)
+    completion = engine.run({0: request})[0]
+    memory.check_statistics(completion, request, engine)
+    for name, wrong in (("accepted", 1), ("target_calls", 1), ("draft_calls", 1), ("substitutions", float("nan"))):
+        with pytest.raises(AssertionError):
+            memory.check_statistics(replace(completion, **{name: getattr(completion, name) + wrong}), request, engine)

@@ -1,0 +1,156 @@
+"""Memory of decoding: its peak against batch and context, and whether it grows while a batch serves many prompts.
+
+A peak is the resident memory of a process of its own, above what it held with both models loaded and warm. The soak
+decodes texts of mixed lengths, one in the place of another, until it has its number of tokens; it stops at a NaN or at
+statistics that do not add up, and its growth is what the peak rose by after the first quarter of the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ..data.tasks import load_task
+from ..runtime.completion import Completion, Request
+from ..runtime.decode import Engine
+from ..runtime.model import Model, Pair, load_pair
+from ..verifier.methods import METHODS
+
+STATUS = Path("/proc/self/status")
+ROUND = 48  # requests of a soak between two looks at the memory
+
+
+def run(
+    *,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    method: str = "token",
+    batches: list[int] = [1, 8, 32],  # noqa: B006  never written to
+    contexts: list[int] = [64, 256, 480],  # noqa: B006
+    new_tokens: int = 16,
+    soak: list[str] = list(METHODS),  # noqa: B006, B008
+    tokens: int = 20_000,
+    soak_batch: int = 16,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[dict]:
+    """One row a batch and context, and two a method that is soaked: growth and speed.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        method: whose peak is measured.
+        batches: prompts decoded together.
+        contexts: tokens of a prompt.
+        new_tokens: tokens of each text where a peak is measured.
+        soak: methods that are soaked.
+        tokens: new tokens of a soak, at least.
+        soak_batch: prompts a soak decodes together.
+        seed: of the lengths and texts of a soak.
+        threads: CPU threads.
+    """
+    if not STATUS.exists():
+        raise OSError(f"`diversed bench memory` reads {STATUS}, which this system does not have; run it on Linux")
+    jobs = [(_peak, batch, context, method, new_tokens) for batch, context in product(batches, contexts)]
+    jobs += [(_soak, name, tokens, soak_batch, seed) for name in soak]
+    rows = []
+    for job, *options in track(jobs, "memory", console=Console(stderr=True)):
+        # A process of its own: memory that the allocator keeps from an earlier cell would hide what this one needs.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+            rows += apart.submit(job, (target, draft), threads, *options).result()
+    return rows
+
+
+def _peak(names: tuple[str, str], threads: int, batch: int, context: int, method: str, new_tokens: int) -> list[dict]:
+    torch.set_num_threads(threads)
+    pair = load_pair(*names)
+    engine = Engine(pair, method)
+    draw = random.Random(0)
+    requests = {
+        i: Request([draw.randrange(3, pair.vocab) for _ in range(context)], i, new_tokens) for i in range(batch)
+    }
+    for i, request in requests.items():
+        engine.check(i, request)
+    engine.run({0: Request(requests[0].tokens[:8], 0, 8)})
+    before = _forget_peak()
+    engine.run(requests)
+    slots = context + new_tokens + engine.shape.depth + engine.shape.nodes
+    caches = batch * slots * sum(map(_cache_bytes, (pair.target, pair.draft))) / 1e6
+    name = f"batch {batch}, context {context}"
+    return [
+        {"case": f"keys and values, {name}", "value": caches, "unit": "MB"},
+        {"case": f"peak, {name}", "value": (peak := _peak_megabytes() - before), "unit": "MB"}
+        | {"vs": {f"keys and values, {name}": peak / caches}},
+    ]
+
+
+def _cache_bytes(model: Model) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+
+
+def _soak(names: tuple[str, str], threads: int, method: str, tokens: int, batch: int, seed: int) -> list[dict]:
+    torch.set_num_threads(threads)
+    pair = load_pair(*names)
+    engine, draw = Engine(pair, method), random.Random(seed)
+    source, room = _text(pair), min(pair.target.max_positions, pair.draft.max_positions, 512) - engine.shape.depth
+    peaks, written, began = [(0, _peak_megabytes())], 0, time.perf_counter()
+    while written < tokens:
+        requests = {}
+        for _ in range(ROUND):
+            size, first = draw.randint(1, room // 2), draw.randrange(len(source) - room)
+            limit = draw.randint(1, room // 4)
+            requests[len(requests)] = Request(source[first : first + size], draw.randrange(1 << 40), limit)
+        for i, completion in engine.run(requests, batch).items():
+            check_statistics(completion, requests[i], engine)
+            written += len(completion.tokens)
+        peaks.append((written, _peak_megabytes()))
+    seconds = time.perf_counter() - began
+    early = next(peak for count, peak in peaks if count >= tokens / 4)
+    return [
+        {"case": f"soak {method}, growth", "value": peaks[-1][1] - early, "unit": "MB"},
+        {"case": f"soak {method}", "value": written / seconds, "unit": "tokens/s"},
+    ]
+
+
+def _text(pair: Pair) -> list[int]:
+    """Tokens of many questions in a row, for prompts that begin and end anywhere."""
+    task = load_task("sums", split="test", limit=100)
+    return [token for example in task.examples for token in task.encode(example, pair.tokenizer, 384)]
+
+
+def check_statistics(completion: Completion, request: Request, engine: Engine) -> None:
+    """AssertionError where what a text says of itself does not add up."""
+    c, extra = completion, len(completion.tokens) - completion.accepted
+    ended = c.finished or len(c.tokens) == request.new_tokens
+    assert ended and 0 < len(c.tokens) <= request.new_tokens and 0 <= min(c.tokens) <= max(c.tokens) < engine.pair.vocab
+    # a step adds its accepted tokens and one extra token; only the last may end before its extra token
+    assert c.target_calls - 1 <= extra <= c.target_calls, f"{extra} extra tokens of {c.target_calls} steps"
+    assert c.accepted == sum(c.accepted_by_depth) <= c.drafted
+    assert all(a <= d for a, d in zip(c.accepted_by_depth, c.drafted_by_depth, strict=True))
+    assert c.draft_calls == c.target_calls * engine.drafted_depths
+    assert math.isfinite(c.substitutions) and 0 <= c.substitutions <= len(c.tokens)
+    assert 0 <= c.weight_count <= len(c.tokens) and 0 <= c.weight_sum <= c.weight_count
+
+
+def _forget_peak() -> float:
+    """Let the peak begin at what is resident now; that, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_megabytes()
+
+
+def _peak_megabytes() -> float:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
