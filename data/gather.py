@@ -243,7 +243,7 @@ class _Gathering:
         size, samples, sampler = self.settings["unit"], self.settings["samples"], self.sampler
         first = unit * size
         examples = self.task.examples[first : first + size]
-        limit = min(self.settings["max_prompt_tokens"], _room(sampler.pair, sampler.max_new_tokens))
+        limit = min(self.settings["max_prompt_tokens"], room(sampler.pair, sampler.max_new_tokens))
         prompts = {first + i: self.task.encode(e, sampler.pair.tokenizer, limit) for i, e in enumerate(examples)}
         seed, begin = self.settings["seed"], self.settings["first_sample"]
         texts = sampler.run(prompts, samples, lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample))
@@ -287,7 +287,7 @@ def as_shard(texts: list[Sample], prompts: list[int], samples: list[int], reward
     )  # fmt: skip
 
 
-def _room(pair: Pair, new_tokens: int) -> int:
+def room(pair: Pair, new_tokens: int) -> int:
     """Prompt tokens that fit both contexts beside `new_tokens` new ones."""
     room = min(pair.target.max_positions, pair.draft.max_positions) - new_tokens
     if room < 1:

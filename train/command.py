@@ -24,6 +24,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentError
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +46,7 @@ from ..runtime.limits import MOST_THREADS, within
 from .module import VerifierModule
 
 CHECKPOINT = "last.ckpt"
+DONE = ("train.json", "distill.json")  # written last, by `diversed train` and by `diversed distill`
 DEFAULTS = {
     "max_epochs": 4,
     "gradient_clip_val": 5.0,
@@ -110,7 +112,7 @@ def train(
         module = TraceModule(traces, seed=seed, **reads, **(data or {}))
         seed_everything(seed, verbose=False)
         verifier = VerifierModule(**model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden)
-        trainer = _trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
+        trainer = make_trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
         return _fit(trainer, verifier, module, out, seed, threads)
 
 
@@ -159,7 +161,7 @@ class _TrainCLI(LightningCLI):
             raise ValueError("`seed_everything` must be a whole number: with it a run can be repeated and continued")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return _trainer(self.config["out"], **{**self._get(self.config_init, "trainer", default={}), **kwargs})
+        return make_trainer(self.config["out"], **{**self._get(self.config_init, "trainer", default={}), **kwargs})
 
 
 def _section(file: Path, options: list[str]) -> dict:
@@ -173,8 +175,14 @@ def _section(file: Path, options: list[str]) -> dict:
     return settings.select({"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name)
 
 
-def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None, **options: Any) -> Trainer:
-    """A Trainer that keeps its files in `out` and talks in one line an epoch."""
+def make_trainer(
+    out: str | Path,
+    callbacks: list | None = None,
+    plugins: Any = None,
+    line: Callable[[dict, int | None], str] | None = None,
+    **options: Any,
+) -> Trainer:
+    """A Trainer that keeps its files in `out` and talks in one line an epoch: line(figures, epochs)."""
     within(1, accumulate_grad_batches=options.get("accumulate_grad_batches"))
     if options["use_distributed_sampler"]:
         raise ValueError("`trainer.use_distributed_sampler` must be false: the texts of a batch are shared out already")
@@ -186,7 +194,7 @@ def _trainer(out: str | Path, callbacks: list | None = None, plugins: Any = None
         options["enable_progress_bar"] = False
     return Trainer(
         **{**options, "default_root_dir": options.get("default_root_dir") or str(out)},
-        callbacks=[*callbacks, _EpochEnd(Path(out))],
+        callbacks=[*callbacks, _EpochEnd(Path(out), line or _line)],
         plugins=[*plugins, _WholeFiles()],
     )
 
@@ -205,18 +213,18 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
     first = trainer.global_rank == 0
     with exclusive(folder) if first else nullcontext():
         settings = _settings(trainer, model, data, seed, threads)
-        _refuse_other_settings(folder, settings)
+        refuse_other_settings(folder, settings)
         say = print if first else lambda *_: None
         if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
             say(f"{folder} is already trained; choose another --out to train again")
             return folder
         data.setup()
         if first:
-            _write_json(folder / "settings.json", settings)
+            write_json(folder / "settings.json", settings)
             _announce(data)
         checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if checkpoint:
-            _refuse_damaged(checkpoint)
+            refuse_damaged(checkpoint)
             say(f"continuing from {checkpoint}")
         else:
             model.start_from(*data.sample_inputs())
@@ -248,10 +256,10 @@ def _traces_sha256(data: TraceModule) -> str:
     return hashlib.sha256("".join(data.checksums).encode()).hexdigest()
 
 
-def _refuse_other_settings(folder: Path, settings: dict) -> None:
+def refuse_other_settings(folder: Path, settings: dict) -> None:
     """A run is continued as it was started; one that did not finish an epoch may be started otherwise."""
     path = folder / "settings.json"
-    if not path.is_file() or not any((folder / name).is_file() for name in (CHECKPOINT, "train.json")):
+    if not path.is_file() or not any((folder / name).is_file() for name in (CHECKPOINT, *DONE)):
         return
     before = read_settings(path)
     for name, value in settings.items():
@@ -262,7 +270,7 @@ def _refuse_other_settings(folder: Path, settings: dict) -> None:
             )
 
 
-def _refuse_damaged(checkpoint: Path) -> None:
+def refuse_damaged(checkpoint: Path) -> None:
     try:
         torch.load(checkpoint, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -294,7 +302,7 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
     described = {name: getattr(head, name) for name in ("features", "draft_hidden", "target_hidden", "width")}
     tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
     path = write_whole(folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)}))
-    _write_json(
+    write_json(
         folder / "train.json",
         {
             "format": 1,
@@ -311,7 +319,7 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
     print(f"head: {path}\nfigures: {folder / 'metrics.csv'} and {folder / 'train.json'}")
 
 
-def _write_json(path: Path, values: dict) -> None:
+def write_json(path: Path, values: dict) -> None:
     write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -327,7 +335,7 @@ class _WholeFiles(TorchCheckpointIO):
 class _EpochEnd(ModelCheckpoint):
     """After every epoch: one checkpoint in place of the last, metrics.csv, one line for the reader."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, line: Callable[[dict, int | None], str]):
         super().__init__(
             dirpath=str(out),
             filename=Path(CHECKPOINT).stem,
@@ -336,13 +344,13 @@ class _EpochEnd(ModelCheckpoint):
             save_on_train_epoch_end=True,
             enable_version_counter=False,
         )
-        self.out = out
+        self.out, self.line = out, line
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if trainer.is_global_zero:
             _write_metrics(self.out / "metrics.csv", pl_module.history)
-            print(_line(pl_module.history[-1], trainer.max_epochs), flush=True)
+            print(self.line(pl_module.history[-1], trainer.max_epochs), flush=True)
 
 
 def _write_metrics(path: Path, history: list[dict]) -> None:
