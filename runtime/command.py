@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .completion import Completion, Request, Stream
+from .completion import Completion, Request, Stream, check_stop
 from .drafting import Branches
 from .limits import MOST_THREADS, SEEDS, within
 from .progress import Progress
@@ -86,6 +86,7 @@ def decode_command(
     within(1, MOST_THREADS, threads=threads)
     within(1, max_new_tokens=max_new_tokens, batch=batch, unit=unit)
     within(*SEEDS, seed=seed)
+    check_stop(stop)
     if (prompt is None) == (input is None) or (input is None) != (output is None):
         raise ValueError("`diversed decode` needs --prompt, or --input and --output for a file of prompts")
     torch.set_num_threads(threads)

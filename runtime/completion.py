@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # A stop string is looked for in this many more tokens than it has characters: a token may hold part of a character.
@@ -23,6 +24,12 @@ class Request:
     seed: int
     new_tokens: int
     stop: tuple[str, ...] = ()
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """ValueError for a stop string that would end every text, or one text given for a list of them."""
+    if isinstance(stop, str) or not all(stop):
+        raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from ..verifier import methods
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
-from .completion import Completion, Request
+from .completion import Completion, Request, check_stop
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .gate import load_gate
 from .limits import SEEDS, within
@@ -68,8 +68,7 @@ def decode(
     within(1, max_new_tokens=max_new_tokens, batch=batch)
     for seed in seeds:
         within(*SEEDS, seeds=seed)
-    if isinstance(stop, str) or not all(stop):
-        raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
+    check_stop(stop)
     relaxations = relaxation if isinstance(relaxation, list) else [relaxation] * len(prompts)
     for name, values in (("seeds", seeds), ("relaxation", relaxations)):
         if len(values) != len(prompts):

@@ -56,6 +56,7 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
     from ..data.rows import read_rows
 
     within(-(1 << 31), (1 << 31) - 1, seed=options["seed"])
+    check_relaxation(options["relaxation"])
     shared = {name: options[name] for name in ("max_new_tokens", "stop", "relaxation")}
     lines: list[Line] = []
     seen: dict[str | int, str] = {}

@@ -134,8 +134,9 @@ def test_the_bytes_of_the_results_do_not_tell_how_often_the_run_was_killed(tmp_p
         child = os.fork()
         if child == 0:
             os._exit(cli.main(words(tmp_path, "killed.jsonl")))
-        time.sleep(draw.uniform(0, duration) if kills < 6 else 20 * duration)
-        os.kill(child, signal.SIGKILL)
+        if kills < 6:
+            time.sleep(draw.uniform(0, duration))
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert status in (0, signal.SIGKILL)
         kills += status != 0
@@ -252,9 +253,11 @@ def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, unloaded, refu
         ([], "`diversed decode` needs --prompt, or --input and --output for a file of prompts"),
         (["--prompt", "w2", "--input", "f", "--output", "g"], "needs --prompt, or --input and --output"),
         (["--input", "f"], "needs --prompt, or --input and --output"),
+        (["--prompt", "w2", "--stop", ""], "`stop` must be a list of texts, none empty, got ('',)"),
         (["--prompt", ""], "`prompt` must not be empty; give the text to continue"),
         (["--input", "nowhere.jsonl", "--output", "g"], "nowhere.jsonl: No such file or directory"),
         (["--input", "f", "--output", "g", "--seed", str(1 << 31)], "`seed` must be at most 2147483647"),
+        (["--input", "f", "--output", "g", "--relaxation", "ensemble:3"], "weight must lie in [0, 1], got 3"),
         (["--input", "f", "--output", "g", "--unit", "0"], "`unit` must be at least 1, got 0"),
         (["--input", "f", "--output", "g", "--batch", "0"], "`batch` must be at least 1, got 0"),
     ],
