@@ -99,8 +99,11 @@ class Call:
 
 
 def tile_size(vocabulary: int) -> int:
-    """Tokens a program reads: about 32 programs a row, so that a few rows fill a GPU; 8 tokens a thread."""
-    return min(max(_power(-(-vocabulary // 32)), 512), 4096)
+    """Tokens a program reads, 8 a thread: 32 programs a row or more, so that a few rows fill a GPU.
+
+    At most 2048: with 4096 the pass that leaves children out runs short of registers.
+    """
+    return min(max(_power(-(-vocabulary // 32)), 512), 2048)
 
 
 def _power(count: int) -> int:
