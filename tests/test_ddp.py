@@ -28,7 +28,7 @@ COMMON = "--data.batch 4 --data.validation 0.3 --model.lr 0.01 --trainer.max_epo
 HEADS = {
     "reinforce": "--model.features both --model.width 4 --trainer.accumulate_grad_batches 2",
     "attribution": "--model.objective attribution --trainer.gradient_clip_val 0.05 --model.patience 1",
-    "bounded": "--model.objective bounded --model.bound 0.5",
+    "bounded": "--model.objective bounded --model.bound 2.0",
 }
 # Sums over the texts of a batch are taken in another order: after 18 steps weights of up to 1 differ by at most 3e-8
 # between one process and two or four. A mean over the wrong number of texts moves them by 7e-3.

@@ -11,15 +11,16 @@ import torch
 from diversed.data.module import advantage, base, untouched
 from diversed.train.objectives import (
     acceptance,
-    accepted_tokens,
     attribution,
     blend_logprob,
     bounded,
     logit_blend,
+    nats_lost,
     over_positions,
     policy_gradient,
     reinforce,
 )
+from diversed.verifier.head import logit_features
 
 EXACT = dict(rtol=0, atol=1e-12)
 TEXTS = [(0,), (1, 0), (1, 1, 0), (1, 1, 1)]
@@ -247,21 +248,16 @@ def test_the_scalars_of_a_logit_blend_are_those_of_its_row_where_every_token_is_
     assert all(((0 <= value) & (value <= 1)).all() for value in found[1:])
 
 
-def test_accepted_tokens_from_a_position_on_are_the_sum_of_products_up_to_the_end_of_the_text():
-    step = torch.tensor([[0.5, 0.25, 0.8, 0.9]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, True, False]])
-    expected = torch.tensor([[0.5 + 0.5 * 0.25 * 1.8, 0.25 + 0.25 * 0.8, 0.8, 0]], dtype=torch.float64)
-    torch.testing.assert_close(accepted_tokens(step, mask, 3), expected, **EXACT)
-    torch.testing.assert_close(accepted_tokens(step, mask, 9), expected, **EXACT)
-    assert torch.equal(accepted_tokens(step, mask, 1)[0, :3], step[0, :3])
-
-
-def test_a_bounded_gate_gains_most_per_substitution_where_the_neighbours_are_accepted_anyway():
-    tv = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.9, 0.9]], dtype=torch.float64)
-    trace = {"tv": tv, "mask": torch.ones(1, 6, dtype=torch.bool), "target_prob": tv + 0.1, "draft_prob": tv + 0.1}
-    weight = torch.full((1, 6), 0.1, dtype=torch.float64, requires_grad=True)
-    loss, excess = bounded(weight, trace, torch.zeros(()), bound=2.0, draft_length=5)
-    torch.testing.assert_close(excess, 0.1 * tv.sum() / 2 - 1, **EXACT)
-    gain = excess.detach() * tv / 2 - gradient(loss, weight)
-    per_substitution = (gain / tv)[0]
-    assert per_substitution[1] > per_substitution[3] > per_substitution[4]
+def test_a_bounded_gate_prices_the_log_likelihood_that_a_substitution_loses():
+    """The gradient opens the gate exactly where a substitution loses fewer nats than its acceptance is worth."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = torch.randn(2, 1, 6, 5, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    tv = 0.5 * (target - draft).abs().sum(-1)
+    trace = {"tv": tv, "mask": torch.ones(1, 6, dtype=torch.bool), "features": logit_features(draft, target)}
+    lost = ((target - draft) * target.log()).sum(-1)
+    torch.testing.assert_close(nats_lost(trace).double(), lost.clamp_min(0), rtol=0, atol=1e-5)  # features are float32
+    weight = torch.full((1, 6), 0.3, dtype=torch.float64, requires_grad=True)
+    loss, excess = bounded(weight, trace, torch.tensor(0.7), bound=2.0)
+    torch.testing.assert_close(excess.detach(), 0.3 * lost.clamp_min(0).sum() / 2 - 1, rtol=0, atol=1e-5)
+    price = (0.7 + excess.detach()) / 2
+    torch.testing.assert_close(gradient(loss, weight), price * nats_lost(trace) - tv / 6, rtol=0, atol=1e-6)

@@ -40,11 +40,10 @@ class VerifierModule(LightningModule):
         lambda_: weight of the acceptance term beside the reward; larger is faster and further from the target.
         ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
         objective: reinforce (the paper's), attribution (ours: what a substitution costs, by maximum likelihood), or
-            bounded (ours: without rewards, most accepted tokens for a bound on substitutions).
+            bounded (ours: without rewards, most acceptance for a bound on the log-likelihood lost).
         acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which rewards long texts.
         blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
-        bound: expected substitutions a text that the objective `bounded` may spend.
-        draft_length: tokens drafted a call, for the objective `bounded`.
+        bound: nats of the target's log-likelihood that a text may be expected to lose, for the objective `bounded`.
         start: folder of a trained gate (of `diversed train` or a bundle) to start from, for refitting on few texts of
             another task or pair; None starts from a constant.
         patience: stop after this many epochs without a lower loss on the held-out prompts, and keep the head of the
@@ -65,8 +64,7 @@ class VerifierModule(LightningModule):
         acceptance: Literal["mean", "sum"] = "mean",
         objective: Literal["reinforce", "attribution", "bounded"] = "reinforce",
         blend: Literal["probabilities", "logits"] = "probabilities",
-        bound: float = 1.0,
-        draft_length: int = 5,
+        bound: float = 10.0,
         start: str | None = None,
         patience: int = 0,
     ):
@@ -172,10 +170,10 @@ class VerifierModule(LightningModule):
         if settings["objective"] == "attribution":
             return attribution(logit, batch)
         if settings["objective"] == "bounded":
-            chosen = {name: settings[name] for name in ("bound", "draft_length", "blend")}
             loss, excess = bounded(
-                torch.sigmoid(logit), batch, self.price.clone(), **chosen, over_all=lambda own: self._mean(own, batch)
-            )
+                torch.sigmoid(logit), batch, self.price.clone(), bound=settings["bound"],
+                over_all=lambda own: self._mean(own, batch),
+            )  # fmt: skip
             if self.training:  # dual ascent: what exceeds the bound raises the price
                 self.price.add_(PRICE_STEP * excess).clamp_(min=0)
             return loss
@@ -291,11 +289,10 @@ def _refuse_bad(settings: dict) -> None:
     if not math.isfinite(settings["lambda_"]):
         raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
     if not 0 < settings["bound"] < math.inf:
-        raise ValueError(f"`bound` must be a positive number of substitutions a text, got {settings['bound']}")
-    within(1, draft_length=settings["draft_length"])
+        raise ValueError(f"`bound` must be a positive number of nats a text, got {settings['bound']}")
     within(0, patience=settings["patience"])
     for name, known in CHOICES.items():
         if settings[name] not in known:
             raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {settings[name]!r}")
-    if settings["blend"] == "logits" and settings["objective"] == "attribution":
-        raise ValueError("`objective` attribution fits harms for `blend` probabilities; train logits by reinforce")
+    if settings["blend"] == "logits" and settings["objective"] != "reinforce":
+        raise ValueError(f"`objective` {settings['objective']} is for `blend` probabilities; train logits by reinforce")

@@ -16,9 +16,10 @@ read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = 
 a graded one as base minus that sum. Relaxing a position by w gains w TV acceptance and costs w TV h in expectation, so
 under any exchange rate the best gate is a threshold on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
 
-`bounded` (ours) needs no rewards: most accepted tokens a call for a bound on substitutions a text. Step acceptance
-alone cannot say where to substitute, since a step gains w TV acceptance for w TV substitutions everywhere; a block ends
-at its first rejection, so a substitution is worth most where the tokens around it are accepted anyway.
+`bounded` (ours) needs no rewards: most step acceptance for a bound on the nats of the target's log-likelihood that a
+text is expected to lose. A step relaxed by w loses w (E_q[-log p] - E_p[-log p]), which the stored features hold, and
+gains w TV acceptance; so the best gate is a threshold on nats lost a substitution. A bound on substitutions themselves
+could not choose between steps: each gains w TV acceptance for w TV substitutions.
 
 With `blend: logits` (the paper's code) v is proportional to p^(1-w) q^w, whose scalars need a sum over the vocabulary:
 it is taken over the tokens that a trace stores, the rest counting as one token, which bounds its share from above.
@@ -35,6 +36,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..verifier.head import FEATURES
+
+COLUMN = {name: index for index, name in enumerate(FEATURES)}
 TINY = 1e-30  # a probability below this is a rounding to zero; its logarithm must stay finite
 
 
@@ -81,17 +85,13 @@ def logit_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor, Tenso
 BLENDS = {"probabilities": probability_blend, "logits": logit_blend}
 
 
-def accepted_tokens(accepted: Tensor, mask: Tensor, draft_length: int) -> Tensor:
-    """[B, T] tokens that token verification is expected to accept of `draft_length` drafted from each position on.
+def nats_lost(trace: dict[str, Tensor]) -> Tensor:
+    """[B, T] what the target's log-likelihood of a token is expected to lose under the draft's row, nats, at least 0.
 
-    accepted: [B, T] step acceptance, taken along the text; nothing is accepted after its end. mask: [B, T] bool.
+    E_q[-log p] - E_p[-log p] = KL(draft || target) + entropy of the draft - entropy of the target, out of `features`.
     """
-    step = torch.where(mask, accepted, 0)
-    reached, total = torch.ones_like(step), torch.zeros_like(step)
-    for ahead in range(min(draft_length, step.shape[1])):
-        reached = reached * torch.nn.functional.pad(step[:, ahead:], (0, ahead))
-        total = total + reached
-    return total
+    kl, draft, target = (trace["features"][..., COLUMN[name]] for name in ("kl", "draft_entropy", "target_entropy"))
+    return (kl + draft - target).clamp_min(0)
 
 
 def policy_gradient(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor, clip: float) -> Tensor:
@@ -137,21 +137,18 @@ def bounded(
     price: Tensor,
     *,
     bound: float,
-    draft_length: int,
-    blend: str = "probabilities",
-    over_all: Callable[[Tensor], Tensor] = lambda mean: mean,
+    over_all: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> tuple[Tensor, Tensor]:
-    """(augmented Lagrangian of accepted tokens a call under the bound, excess); rewards are not looked at.
+    """(augmented Lagrangian of step acceptance under the bound, excess); rewards are not looked at.
 
-    excess = substitutions a text / bound - 1; the Lagrangian is price * excess + excess^2 / 2 - accepted tokens, whose
-    quadratic term keeps a nearly linear problem from swinging between its ends.
+    excess = nats lost a text / bound - 1; the Lagrangian is price * excess + excess^2 / 2 - step acceptance, whose
+    quadratic term keeps a linear problem from swinging between its ends.
     weight: [B, T]; price: [] of an excess of 1; dual ascent finds it.
-    over_all: from the mean over these texts to that over the texts of all processes, whose square it is.
+    over_all: the excess of these texts -> that of all the processes' texts.
     """
-    _, accepted, substituted = BLENDS[blend](weight, trace)
-    own = over_positions(substituted, trace["mask"], "sum") / bound - 1
+    own = over_positions(weight * nats_lost(trace), trace["mask"], "sum") / bound - 1
     excess = over_all(own.detach())
-    gain = over_positions(accepted_tokens(accepted, trace["mask"], draft_length), trace["mask"])
+    gain = over_positions(acceptance(weight, trace["tv"]), trace["mask"])
     # With excess held fixed the gradient of the square's half is excess times that of this process's part.
     return (price + excess) * own - excess.square() / 2 - gain, excess
 
