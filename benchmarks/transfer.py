@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..data.tasks import DataOptions
 from ..export.command import export
-from ..train.command import train
 from .verifiers import FIT, HEADS, World, choose, rows_of
 
 
@@ -32,6 +31,7 @@ def run(
     likelihood: bool = False,
     validation_prompts: int = 500,
     test_prompts: int = 1000,
+    max_prompt_tokens: int = 384,
     max_new_tokens: int | None = None,
     seed: int = 0,
     threads: int = 1,
@@ -54,11 +54,15 @@ def run(
         likelihood: score texts by the target's mean log-probability, for tasks without references.
         validation_prompts: prompts on which a threshold is chosen.
         test_prompts: prompts of the figures.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
         max_new_tokens: tokens a text may have; by default the task's own number.
         seed: of the gathered prompts and texts and of training.
         threads: CPU threads.
     """
-    common = dict(target=target, draft=draft, task=task, data=data, max_new_tokens=max_new_tokens, threads=threads)
+    common = dict(
+        target=target, draft=draft, task=task, data=data, max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens, threads=threads,
+    )  # fmt: skip
     prompts = {"train": rollouts // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(Path(out), common, prompts, likelihood)
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
@@ -80,6 +84,8 @@ def run(
             traces, settings = plan
             head = str(Path(out) / f"head-{number}")
             reward = "likelihood" if likelihood else "task"
+            from ..train.command import train  # needs jsonargparse, which some machines with a GPU lack
+
             train(traces=traces, out=head, seed=seed, epochs=12, data=dict(batch=32, reward=reward), **settings)
         if not bundle.exists():
             export(train=head, out=str(bundle), any_pair=True)
