@@ -25,6 +25,7 @@ from ..data.gather import gather
 from ..data.tasks import DataOptions
 from ..data.traces import read_manifest, read_shards, write_manifest
 from ..eval.quality import bootstrap, paired_bootstrap
+from ..eval.statement import statements
 from ..export.command import export
 from ..train.rounds import Stages, run_rounds
 
@@ -53,6 +54,8 @@ def run(
     rollouts: list[int] = [1024, 4096, 9984],  # noqa: B006
     seeds: list[int] = [0],  # noqa: B006
     relaxation: str = "ensemble:0.2",
+    static: list[str] = [f"ensemble:{weight}" for weight in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)],  # noqa: B006
+    also: list[str] = [],  # noqa: B006
     oracle: str | None = "diversed.assets.sums:oracle",
     biases: list[float] = [-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0],  # noqa: B006
     max_drop: float = 0.02,
@@ -78,6 +81,8 @@ def run(
         rollouts: texts to learn from, four a prompt; multiples of 128 are whole shards.
         seeds: of the gathered prompts and texts and of training.
         relaxation: what the first texts are sampled from.
+        static: static points; every head is compared with their line at its own score, see eval/statement.py.
+        also: other relaxations to measure on the test prompts.
         oracle: relaxation whose step acceptance is the other end of the gap; none leaves the gap out.
         biases: thresholds to choose from.
         max_drop: loss of mean score that a head may cost.
@@ -99,6 +104,10 @@ def run(
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
     rows = rows_of("exact", exact, exact, None)
     rows += rows_of("oracle", ceiling, exact, ceiling) if oracle else []
+    points = {rule: world.measure("test", rule) for rule in [*static, *also]}
+    for rule, cell in points.items():
+        rows += rows_of(rule, cell, exact, ceiling)
+    line = {"none": exact} | {rule: points[rule] for rule in static}
     baseline = world.measure("validation", "none")
     for seed, count, kind, objective in product(seeds, rollouts, features, objectives):
         name = f"{objective} {kind} {count} seed {seed}"
@@ -106,7 +115,8 @@ def run(
         bundle = world.head(name, objective, settings, count, seed, relaxation, unit, epochs, max_drop)
         bias = choose(world, bundle, biases, baseline, max_drop / 2)
         print(f"{name}: bias {bias:g}", flush=True)
-        rows += rows_of(f"{name}, bias {bias:g}", world.measure("test", f"{bundle};bias={bias:g}"), exact, ceiling)
+        case, cell = f"{name}, bias {bias:g}", world.measure("test", f"{bundle};bias={bias:g}")
+        rows += [*rows_of(case, cell, exact, ceiling), *against_static(case, cell, line)]
     return rows
 
 
@@ -129,7 +139,8 @@ class World:
             weight, tv = shard.weight.double(), shard.tv.double()
             for name, value in (("acceptance", 1 - (1 - weight) * tv), ("substitutions", weight * tv)):
                 found[name] += torch.zeros(shard.texts).double().index_add(0, text, value).tolist()
-            logprob = torch.zeros(shard.texts).double().index_add(0, text, shard.target_prob.double().clamp_min(1e-30).log())
+            own = shard.target_prob.double().clamp_min(1e-30).log()
+            logprob = torch.zeros(shard.texts).double().index_add(0, text, own)
             found["score"] += ((logprob / length) if self.likelihood else shard.reward).tolist()
             found["positions"] += length.tolist()
         return found
@@ -213,6 +224,20 @@ def rows_of(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[di
         gap = _acceptance(ceiling) - _acceptance(exact)
         rows.append({"case": case, "value": (_acceptance(cell) - _acceptance(exact)) / gap, "unit": "of the gap"})
     return rows
+
+
+def against_static(case: str, cell: dict, line: dict[str, dict]) -> list[dict]:
+    """Step acceptance minus that of static blending at the same score, with its interval; none without static points."""
+    if len(line) < 2:
+        return []
+    records = [
+        {"method": "token", "relaxation": name, "prompt": prompt, "tokens": [0], "target_calls": 1,
+         **{column: values[column][prompt] for column in ("score", "acceptance", "positions")}}
+        for name, values in (*line.items(), ("./head", cell)) for prompt in range(len(values["score"]))
+    ]  # fmt: skip
+    found = next(s for s in statements(records, "token", "./head") if s.speed == "step acceptance")
+    return [{"case": case, "value": found.difference, "unit": "step acceptance - static", "low": found.low,
+             "high": found.high}]  # fmt: skip
 
 
 def _acceptance(cell: dict[str, list[float]]) -> float:
