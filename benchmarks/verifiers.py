@@ -227,7 +227,7 @@ def rows_of(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[di
 
 
 def against_static(case: str, cell: dict, line: dict[str, dict]) -> list[dict]:
-    """Step acceptance minus that of static blending at the same score, with its interval; none without static points."""
+    """Step acceptance minus that of static blending at the same score, with its interval; without a line, nothing."""
     if len(line) < 2:
         return []
     records = [
