@@ -48,10 +48,11 @@ def launches(method: str, dtype: torch.dtype, cut: bool) -> list[tuple[JITFuncti
 
 def compiled(kernel: JITFunction, arguments: dict, architecture: int) -> dict:
     """Registers, spills and shared memory of one kernel on sm_`architecture`."""
-    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-    signature = {
-        p.name: "constexpr" if p.is_constexpr else mangle_type(arguments[p.name]) for p in kernel.params
-    }
+    # at run time an argument of 1 becomes a constant too, unless the kernel forbids it
+    ones = {p.name for p in kernel.params if type(arguments[p.name]) is int and arguments[p.name] == 1}
+    fixed = {p.name for p in kernel.params if p.is_constexpr or (p.name in ones and not p.do_not_specialize)}
+    constants = {name: arguments[name] for name in fixed}
+    signature = {p.name: "constexpr" if p.name in fixed else mangle_type(arguments[p.name]) for p in kernel.params}
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, p in enumerate(kernel.params)

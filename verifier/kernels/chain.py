@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .launch import Call
-from .rows import ACCEPT, COUNT, EMIT, MASS, NULL, STEP, WANTED, quotient, read_node
+from .rows import ACCEPT, COUNT, EMIT, MASS, NULL, STEP, WANTED, kernel, quotient, read_node
 
 
 def token(call: Call) -> None:
@@ -33,7 +32,7 @@ def block(call: Call) -> None:
     call.select()
 
 
-@triton.jit
+@kernel
 def start(
     target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
     scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
@@ -58,7 +57,7 @@ def start(
     tl.store(state + MASS * size + node, 1.0)
 
 
-@triton.jit
+@kernel
 def masses(state, size, N):
     """MASS of every node of a chain, min(1, mass ratio) from the root down (plans.chain_masses)."""
     column = state + tl.program_id(0) * N
@@ -68,7 +67,7 @@ def masses(state, size, N):
         mass = tl.minimum(mass * tl.load(column + WANTED * size + n + 1, n + 1 < N, 0.0), 1.0)
 
 
-@triton.jit
+@kernel
 def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr):
     """EMIT and NULL of a node from its residual mass Z: in proportion Z : 1 - mass, 0 where the child has it all."""
     place = tl.program_id(0)

@@ -29,6 +29,7 @@ from .rows import (
     TINY,
     WANTED,
     first_of_equals,
+    kernel,
     quotient,
     read_node,
 )
@@ -53,7 +54,7 @@ def univer(call: Call) -> None:
     call.select(marked=1)
 
 
-@triton.jit
+@kernel
 def start(
     target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
     scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
@@ -83,7 +84,7 @@ def start(
     tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
 
 
-@triton.jit
+@kernel
 def finish(
     tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr
 ):

@@ -15,7 +15,6 @@ siblings, which drawing without replacement gives, kernel and law are the same.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from .rows import (
     STEP,
     WANTED,
     first_of_equals,
+    kernel,
     quotient,
     read_node,
 )
@@ -68,7 +68,7 @@ def _turns(call: Call, nodes: Tensor, most: int, coupled: bool) -> None:
         call.finish(turn, nodes, child + 1, COUPLED=coupled)
 
 
-@triton.jit
+@kernel
 def start(
     target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
     scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
@@ -89,7 +89,7 @@ def start(
     tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
 
 
-@triton.jit
+@kernel
 def turn(
     tokens, shape, state, sums, nodes, size, N, T, count, turn, TILES: tl.constexpr, M: tl.constexpr,
     COUPLED: tl.constexpr,

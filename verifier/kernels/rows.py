@@ -30,8 +30,11 @@ COUNT, DEPTH, PRE, END, POST, CHILDREN = (tl.constexpr(row) for row in range(6))
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least float32 whose inverse is finite
 NONE = tl.constexpr(float("-inf"))
 
+# what is launched; sizes are numbers at run time, else triton would compile again where one of them happens to be 1
+kernel = triton.jit(do_not_specialize=["size", "N", "D", "V", "T", "count", "turn"])
 
-@triton.jit
+
+@kernel
 def normalise(
     target, draft, target_cut, draft_cut, tokens, shape, parts, target_b, target_n, draft_b, draft_n, scale,
     size, N, D, V, T, LEFT_OFF: tl.constexpr, CUT: tl.constexpr, TILE: tl.constexpr,
@@ -106,7 +109,7 @@ def read_node(
     return child, token, (1 - share) * p + share * q, q, left
 
 
-@triton.jit
+@kernel
 def residual(
     target, draft, target_cut, draft_cut, shape, state, sums, costs, nodes, stop, target_b, target_n, draft_b, draft_n,
     scale, size, N, D, V, T, count, turn, MARKED: tl.constexpr, PATH: tl.constexpr, CUT: tl.constexpr,
@@ -152,7 +155,7 @@ def residual(
         tl.store(sums + node * T + tile, tl.sum(r, 0))
 
 
-@triton.jit
+@kernel
 def select(
     target, draft, target_cut, draft_cut, shape, parts, state, sums, uniform, stop, token, target_b, target_n,
     draft_b, draft_n, scale, size, N, D, V, T, MARKED: tl.constexpr, CUT: tl.constexpr, TILES: tl.constexpr,

@@ -49,7 +49,8 @@ def run(
         target, draft, tokens.contiguous(), parents, weight.float().contiguous(), uniform.double().contiguous(),
         temperature, cuts,
     )  # fmt: skip
-    KERNELS[method](call)
+    with torch.cuda.device_of(target):
+        KERNELS[method](call)
     return call.stop, call.token, call.accepted, call.costs.sum(-1)
 
 

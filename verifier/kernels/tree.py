@@ -12,15 +12,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..law import depths
-from .rows import ACCEPT, COUNT, DEPTH, EMIT, END, INV_P, INV_Q, MASS, NULL, POST, PRE, first_above
+from .rows import ACCEPT, COUNT, DEPTH, EMIT, END, INV_P, INV_Q, MASS, NULL, POST, PRE, first_above, kernel
 
 
-@triton.jit
+@kernel
 def walk(
     state, tokens, weight, shape, uniform, node, accepted, size, N, V, COUPLED: tl.constexpr, NODES: tl.constexpr
 ):
