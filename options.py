@@ -1,7 +1,7 @@
 """A command's options from its signature: parsing, `--config`, `--print_config`, and a sentence for what does not fit.
 
 Built on jsonargparse. Added here: a flag needs no `true` (`--hidden`), a list needs no brackets
-(`--methods token block`), a name that does not exist is answered with the nearest one.
+(`--methods token block`, numbers also `--seeds 0,1`), a name that does not exist is answered with the nearest one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
         if kind is bool and "=" not in word and not following:
             word = f"{word}=true"
         elif (inner := _item(kind, words[:following])) and not words[0].startswith("["):
-            items = [item if inner is str else get_loader("yaml")(item) for item in words[:following]]
+            items = words[:following] if inner is str else ",".join(words[:following]).split(",")
+            items = [item if inner is str else get_loader("yaml")(item) for item in items]
             word, words = f"{word}={json.dumps(items)}", words[following:]
         elif following == 1 and words[0].startswith("-"):
             # argparse takes a bare -1e-3 for an option

@@ -392,7 +392,7 @@ def quiet():
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric|torch\.utils)\.")
+        warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric|torch\.utils|transformers)\.")
         try:
             for logger in loggers:
                 logger.setLevel(logging.ERROR)

@@ -1,0 +1,350 @@
+"""`diversed distill`: a draft fine-tuned to its target, the baseline that a learned verifier has to beat.
+
+The target samples texts of the task itself (`gather` with relaxation none), and the draft's rows are drawn towards the
+target's on them (Zhou 2023, DistillSpec, arXiv 2310.08461, on the target's texts); the losses are in draft.py. Training
+stops when step acceptance, 1 - TV, on held-out prompts no longer rises, and the weights of the best epoch are kept.
+
+    OUT/traces/          the texts, as `diversed gather` stores them
+    OUT/cut-0-4/         the draft before training, where it is made of layers of the target
+    OUT/settings.json, last.ckpt, metrics.csv   as `diversed train` keeps them; row 0 is the draft before training
+    OUT/adapter_model.safetensors, adapter_config.json   a LoRA adapter that peft and transformers read; or, after
+    OUT/config.json, model.safetensors, ...     training all weights or layers of the target, a model
+    OUT/distill.json     figures and where everything came from, written last
+
+Either is a draft for every command: `--draft OUT`. A run that was killed and continued ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pytorch_lightning import seed_everything
+from safetensors.torch import save
+from torch import nn
+
+from ..data.files import write_whole
+from ..data.gather import gather, versions
+from ..data.lock import exclusive
+from ..data.module import held_out
+from ..data.tasks import DataOptions
+from ..data.traces import MANIFEST, read_manifest, sha256
+from ..runtime.limits import MOST_THREADS, within
+from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_pair, load_tokenizer
+from ..runtime.sampling import Sampling
+from .command import CHECKPOINT, DEFAULTS, make_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
+from .draft import LOSSES, DraftModule, Pace, Texts, line, refuse_other_output
+
+DONE = "distill.json"
+UNIT = 32  # prompts per shard of the texts
+CLIP = 1.0  # largest norm of the gradient
+
+
+def distill(
+    *,
+    out: str,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    layers: list[int] | None = None,
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    traces: str | None = None,
+    prompts: int = 400,
+    samples: int = 1,
+    loss: Literal["kl", "tv"] = "kl",
+    full: bool = False,
+    rank: int = 16,
+    alpha: float = 32.0,
+    modules: list[str] = [],  # noqa: B006  never written to
+    epochs: int = 8,
+    batch: int = 8,
+    lr: float = 1e-3,
+    validation: float = 0.1,
+    patience: int = 2,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    max_prompt_tokens: int = 384,
+    max_new_tokens: int | None = None,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "cpu",
+    threads: int = 1,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Fine-tune a draft to its target on the target's own texts. Run it again to continue an interrupted run.
+
+    Args:
+        out: folder to write to; it is a draft afterwards, `--draft OUT`.
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        layers: start from these layers of the target instead of a draft, with its embeddings, last norm and output
+            layer; the result is a model, not an adapter.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named fields.
+        data: where the task's rows come from.
+        traces: folder for the target's texts, which runs that are compared may share; by default OUT/traces.
+        prompts: how many prompts of the training split, those held out included.
+        samples: texts for each prompt.
+        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects by.
+        full: train all weights of the draft, in float32, instead of a low-rank adapter.
+        rank: of the adapter's matrices.
+        alpha: the adapter's product is scaled by alpha / rank.
+        modules: linear layers that are adapted, such as q_proj v_proj; by default all but the output layer.
+        epochs: most passes over the texts.
+        batch: texts in a step.
+        lr: highest learning rate of AdamW, after a warm-up; then a cosine to 0 at the last step.
+        validation: share of the prompts held out; acceptance on them decides which epoch's weights are kept.
+        patience: stop after this many epochs without a higher acceptance; 0 trains all epochs.
+        sampling: temperature, top_k, top_p, min_p of the texts and of acceptance; the loss knows the temperature alone.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        seed: of the order of prompts, the texts, the held-out prompts and the adapter's first weights.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both models run, such as cpu, cuda or cuda:1.
+        threads: CPU threads; the same number gives the same bytes.
+        trust_remote_code: run model code that comes with a checkpoint.
+    """
+    settings = _plain({name: value for name, value in locals().items() if name not in ("out", "traces")})
+    _refuse_bad(settings)
+    folder = Path(out)
+    with quiet(), exclusive(folder):
+        refuse_other_settings(folder, settings)
+        if (folder / DONE).is_file():
+            print(f"{folder} is already distilled; choose another --out to do it again")
+            return folder
+        torch.set_num_threads(threads)
+        if layers:
+            draft = _cut(folder, target, layers, dtype, trust_remote_code)
+        shared = dict(target=target, draft=draft, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        texts = gather(
+            out=traces or str(folder / "traces"), task=task, data=data, prompts=prompts, samples=samples,
+            relaxation="none", sampling=sampling, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+            unit=UNIT, seed=seed, threads=threads, num_shards=1, shard_index=0, **shared,
+        )  # fmt: skip
+        settings["traces_sha256"] = sha256(texts / MANIFEST)
+        refuse_other_settings(folder, settings)
+        write_json(folder / "settings.json", settings)
+        return _Distilling(folder, settings, load_pair(**shared), data, texts).run()
+
+
+class _Distilling:
+    """One run in its folder, from the texts to the draft."""
+
+    def __init__(self, folder: Path, settings: dict, pair: Pair, data: DataOptions, traces: Path):
+        self.folder, self.settings, self.pair, self.traces = folder, settings, pair, traces
+        self.texts = Texts(traces, pair, data)
+        self.dtype, self.adapted = pair.draft.dtype, None
+        for model in (pair.target, pair.draft):
+            refuse_other_output(model.module, model.name, self.texts[0][0][None, :8].to(pair.target.device))
+        seed_everything(settings["seed"], verbose=False)
+        self.draft = self._trainable()
+
+    def _trainable(self) -> nn.Module:
+        module, settings = self.pair.draft.module, self.settings
+        if settings["full"]:
+            return module.float().requires_grad_(True)
+        from peft import LoraConfig, get_peft_model
+
+        names = _chosen(linear_layers(module), settings["modules"])
+        config = LoraConfig(
+            r=settings["rank"], lora_alpha=settings["alpha"], target_modules=names, task_type="CAUSAL_LM"
+        )
+        self.adapted = get_peft_model(module, config)
+        return module
+
+    def run(self) -> Path:
+        folder, settings, texts = self.folder, self.settings, self.texts
+        mine = torch.isin(texts.owner, held_out(len(texts.prompts), settings["validation"], settings["seed"]))
+        train, held = (chosen.nonzero().squeeze(1) for chosen in (~mine, mine))
+        module = DraftModule(self.pair, self.draft, texts.loader(held, settings["batch"]), settings)
+        self._announce(len(train), len(held), module)
+        trainer = make_trainer(folder, [Pace()], line=line, **{**DEFAULTS, **self._trainer_options()})
+        resume = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
+        if resume:
+            refuse_damaged(resume)
+            print(f"continuing from {resume}")
+        began = time.monotonic()
+        loader = texts.loader(train, settings["batch"], settings["seed"])
+        trainer.fit(module, loader, ckpt_path=resume, weights_only=True)
+        self._write(module)
+        print(f"{time.monotonic() - began:.0f} s of training; use it with --draft {folder}", flush=True)
+        return folder
+
+    def _trainer_options(self) -> dict:
+        kind, _, number = self.settings["device"].partition(":")
+        return {
+            "max_epochs": self.settings["epochs"], "gradient_clip_val": CLIP,
+            "accelerator": kind, "devices": 1 if kind == "cpu" else [int(number or 0)],
+        }  # fmt: skip
+
+    def _announce(self, train: int, held: int, module: DraftModule) -> None:
+        trained = sum(tensor.numel() for tensor in module.state_dict().values())
+        tokens = sum(len(tokens) - before for tokens, before in self.texts.items)
+        steps = -(-train // self.settings["batch"]) * self.settings["epochs"]
+        print(
+            f"{train} texts to train on and {held} held out, {tokens} tokens; {trained:,} weights of "
+            f"{sum(tensor.numel() for tensor in self.draft.parameters()):,} are trained; at most {steps} steps",
+            flush=True,
+        )
+
+    def _write(self, module: DraftModule) -> None:
+        """Write the draft of the best epoch, then distill.json: its presence says that the run is done."""
+        module.load_state_dict(module.best["weights"], strict=False)
+        adapter = bool(self.adapted) and not self.settings["layers"]
+        names = self._write_adapter() if adapter else []
+        if self.adapted:
+            self.adapted.merge_and_unload()
+        self.draft.to(self.pair.target.device, self.dtype)
+        if not adapter:
+            names = _save_model(self.folder, self.draft, self.pair.tokenizer)
+        after = module.measure()
+        write_json(
+            self.folder / DONE,
+            {
+                "format": 1,
+                "kind": "adapter" if adapter else "model",
+                "target": {"name": self.settings["target"], "hash": self.pair.target.hash},
+                "base": {"name": self.settings["draft"], "hash": read_manifest(self.traces)["draft"]["hash"]},
+                "hash": fingerprint(self.draft),
+                "files_sha256": {name: sha256(self.folder / name) for name in names},
+                "best_epoch": module.best["epoch"],
+                "before": {name: module.history[0][name] for name in after},
+                "after": after,
+                "settings": self.settings,
+                "figures": module.history,
+                "versions": versions() | {name: version(name) for name in ("peft", "pytorch-lightning")},
+            },
+        )
+        before = module.history[0]["held_out_acceptance"]
+        print(f"held out: step acceptance {before:.4f} before, {after['held_out_acceptance']:.4f} after epoch "
+              f"{module.best['epoch']}, as it is loaded")  # fmt: skip
+        if not module.best["epoch"]:
+            print("note: no epoch raised the acceptance on held-out prompts, so the draft is what it was")
+
+    def _write_adapter(self) -> list[str]:
+        from peft import get_peft_model_state_dict
+
+        config = self.adapted.peft_config["default"]
+        base = self.settings["draft"]
+        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+        config.inference_mode = True
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in get_peft_model_state_dict(self.adapted).items()}
+        files = {
+            "adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
+            # peft writes its sets in an order that changes from process to process.
+            "adapter_config.json": json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n",
+        }
+        for name, content in files.items():
+            write_whole(self.folder / name, content)
+        return list(files)
+
+
+def linear_layers(module) -> list[str]:
+    """Names of the linear layers, each once however often it is repeated, without the output layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    output = module.get_output_embeddings()
+    found = (
+        name.rpartition(".")[2]
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and part is not output
+    )
+    return sorted(set(found))
+
+
+def _chosen(known: list[str], asked: list[str]) -> list[str]:
+    if unknown := sorted(set(asked) - set(known)):
+        raise ValueError(f"`modules` must name linear layers of the draft, {', '.join(known)}; got {unknown[0]!r}")
+    return sorted(set(asked)) or known
+
+
+def _cut(folder: Path, target: str, layers: list[int], dtype: str, trust_remote_code: bool) -> str:
+    """The folder with the draft that has these layers of the target; made if missing."""
+    cut = folder / f"cut-{'-'.join(map(str, layers))}"
+    if not cut.is_dir():
+        part = folder / f".{cut.name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        keep_layers(load_module(target, dtype, "cpu", trust_remote_code), layers).save_pretrained(part)
+        load_tokenizer(target, trust_remote_code).save_pretrained(part)
+        os.replace(part, cut)
+    return str(cut)
+
+
+def keep_layers(module, layers: list[int]) -> nn.Module:
+    """A copy of a Hugging Face causal model that has only these of its layers."""
+    config = copy.deepcopy(module.config)
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    if layers[-1] >= count:
+        raise ValueError(f"`layers` must name some of the target's layers 0..{count - 1}, got {layers[-1]}")
+    text.num_hidden_layers = len(layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in layers]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    where = next(
+        name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    )
+    kept = {f"{where}.{layer}.": f"{where}.{new}." for new, layer in enumerate(layers)}
+    draft, weights = type(module)(config).to(module.dtype), {}
+    for name, value in module.state_dict().items():
+        if not name.startswith(f"{where}."):
+            weights[name] = value
+        for old, new in kept.items():
+            if name.startswith(old):
+                weights[new + name.removeprefix(old)] = value
+    draft.load_state_dict(weights)
+    draft.generation_config = module.generation_config
+    return draft.eval()
+
+
+def _save_model(folder: Path, module, tokenizer) -> list[str]:
+    """Save a model and its tokenizer into the folder, each file whole; their names."""
+    part = folder / ".model.part"
+    shutil.rmtree(part, ignore_errors=True)
+    for tensor in module.parameters():
+        tensor.data = tensor.data.clone()  # a lean forward had laid some side by side, in one storage
+    module.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    names = sorted(path.name for path in part.iterdir())
+    for name in names:
+        os.replace(part / name, folder / name)
+    part.rmdir()
+    return names
+
+
+def _plain(settings: dict) -> dict:
+    """The settings as JSON has them; with layers of the target no draft is looked at."""
+    draft = None if settings["layers"] else settings["draft"]
+    return {**settings, "draft": draft, "data": asdict(settings["data"]), "sampling": asdict(settings["sampling"])}
+
+
+def _refuse_bad(settings: dict) -> None:
+    """ValueError with a sentence for settings that no run can use, before any model is loaded."""
+    within(1, **{name: settings[name] for name in ("samples", "rank", "epochs", "batch")})
+    within(2, prompts=settings["prompts"])  # one to train on, one held out
+    within(0, patience=settings["patience"])
+    within(1, MOST_THREADS, threads=settings["threads"])
+    for name in ("lr", "alpha"):
+        if not 0 < settings[name] < math.inf:
+            raise ValueError(f"`{name}` must be a positive number, got {settings[name]}")
+    if not 0 < settings["validation"] < 1:
+        raise ValueError(f"`validation` must be in (0, 1), the share of prompts held out, got {settings['validation']}")
+    if settings["loss"] not in LOSSES:
+        raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {settings['loss']!r}")
+    if settings["device"] == "auto":
+        raise ValueError(
+            "`device` must be one device such as cpu or cuda:0; training does not spread a model, got auto"
+        )
+    layers = settings["layers"]
+    if layers is not None and not (layers and layers[0] >= 0 and layers == sorted(set(layers))):
+        raise ValueError(f"`layers` must be numbers of the target's layers, from 0 and rising, got {layers}")
+    if not (layers or settings["full"]) and adapter_base(settings["draft"]):
+        raise ValueError(f"`draft` {settings['draft']} is an adapter already; give its base, or --full true")

@@ -1,0 +1,256 @@
+"""How a draft is trained on its target's texts: rows of both models at the same positions, a loss, the Lightning shell.
+
+    kl   KL(target || draft) = sum of target * log(target / draft), nats
+    tv   TV(target, draft) = 1/2 sum of |target - draft|, one minus the probability that a drafted token is accepted
+
+Both models run over whole texts, but rows over the vocabulary exist for a limited number of positions at a time, and
+are computed again where the gradient needs them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from ..data.gather import room
+from ..data.module import Order
+from ..data.tasks import DataOptions, load_task
+from ..data.traces import read_manifest, read_shards
+from ..runtime.model import Pair
+from ..runtime.progress import EVERY
+from ..runtime.sampling import Sampling, probabilities
+from .module import schedule
+
+NUMBERS = 1 << 25  # of one model's rows that exist at once, 128 MiB in float32
+WARMUP_STEPS, WEIGHT_DECAY = 10, 0.01
+
+
+class Texts:
+    """The texts of a folder of traces with their prompts in front.
+
+    Item i is (tokens [L] int64, number of tokens of the prompt).
+    """
+
+    def __init__(self, folder: Path, pair: Pair, data: DataOptions):
+        manifest = read_manifest(folder)
+        task = load_task(
+            manifest["task"], split=manifest["split"], limit=manifest["prompts"], seed=manifest["seed"], data=data
+        )
+        limit = min(manifest["max_prompt_tokens"], room(pair, manifest["max_new_tokens"]))
+        self.prompts = [task.encode(example, pair.tokenizer, limit) for example in task.examples]
+        self.items, owners = [], []
+        for shard in read_shards(folder):
+            for text, prompt in zip(shard.token.long().split(shard.start.diff().tolist()), shard.prompt, strict=True):
+                before = self.prompts[prompt]
+                self.items.append((torch.cat([torch.tensor(before), text]), len(before)))
+            owners.append(shard.prompt)
+        self.owner = torch.cat(owners)  # [S] the prompt of every text
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.items[index]
+
+    def loader(self, index: Tensor, batch: int, seed: int | None = None) -> DataLoader:
+        """Batches of the texts `index` [S], in an order that is a function of (seed, epoch)."""
+        return DataLoader(self, batch, sampler=Order(index, seed), collate_fn=collate)
+
+
+def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """tokens [B, L] int64, and mask [B, L - 1] bool, True at the positions that chose a token of the text.
+
+    Texts are padded behind their end, which no position before it sees: they need no mask of attention.
+    """
+    tokens = pad_sequence([tokens for tokens, _ in items], batch_first=True)
+    position = torch.arange(tokens.shape[1] - 1)
+    first, last = torch.tensor([(before - 1, len(tokens) - 1) for tokens, before in items]).T
+    return {"tokens": tokens, "mask": (position >= first[:, None]) & (position < last[:, None])}
+
+
+def divergence(target: Tensor, draft: Tensor) -> Tensor:
+    """[X] KL(target || draft), nats, of logits [X, V]."""
+    target, draft = target.log_softmax(-1), draft.log_softmax(-1)
+    return (target.exp() * (target - draft)).sum(-1)
+
+
+def total_variation(target: Tensor, draft: Tensor) -> Tensor:
+    """[X] TV(target, draft) of logits [X, V]."""
+    return 0.5 * (target.softmax(-1) - draft.softmax(-1)).abs().sum(-1)
+
+
+LOSSES = {"kl": divergence, "tv": total_variation}
+
+
+def compare(
+    target, draft, batch: dict[str, Tensor], vocab: int, loss: str, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """(loss, 1 - TV of the rows that sampling makes), sums over the masked positions of a batch; see `collate`.
+
+    target, draft: Hugging Face modules; the first loss has a gradient for the weights of the draft that train.
+    vocab: size of the vocabulary that both share.
+    """
+    with torch.no_grad():
+        theirs = _hidden(target, batch["tokens"])[:, :-1][batch["mask"]]
+    ours = _hidden(draft, batch["tokens"])[:, :-1][batch["mask"]]
+    temperature = sampling.temperature or 1.0
+
+    def part(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            there = logits(target, theirs, vocab)
+        here = logits(draft, ours, vocab)
+        with torch.no_grad():
+            accepted = 1 - 0.5 * (probabilities(there, sampling) - probabilities(here, sampling)).abs().sum(-1)
+        return LOSSES[loss](there / temperature, here / temperature).sum(), accepted.sum()
+
+    size = max(1, NUMBERS // vocab)
+    parts = [
+        checkpoint(part, *hidden, use_reentrant=False, preserve_rng_state=False)
+        for hidden in zip(theirs.split(size), ours.split(size), strict=True)
+    ]
+    losses, accepted = zip(*parts, strict=True)
+    return torch.stack(losses).sum(), torch.stack(accepted).sum()
+
+
+def _hidden(module, tokens: Tensor) -> Tensor:
+    """[B, L, H] after the final norm."""
+    return module.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
+
+
+def logits(module, hidden: Tensor, vocab: int) -> Tensor:
+    """[X, V] float32 of hidden states [X, H]."""
+    rows = module.get_output_embeddings()(hidden)[..., :vocab].float()
+    cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
+    return torch.tanh(rows / cap) * cap if cap else rows
+
+
+@torch.no_grad()
+def refuse_other_output(module, name: str, tokens: Tensor) -> None:
+    """Some families scale their rows in a way of their own, which `logits` would miss."""
+    expected = module(input_ids=tokens).logits.float()
+    found = logits(module, _hidden(module, tokens), expected.shape[-1])
+    # In bfloat16 the same product may be rounded twice in different ways.
+    if not torch.allclose(found, expected, rtol=0, atol=1e-2 * float(expected.abs().max())):
+        raise ValueError(
+            f"{name} computes its rows from hidden states by more than its output layer; it is not supported"
+        )
+
+
+class DraftModule(LightningModule):
+    """Trains those weights of a draft that require a gradient.
+
+    history: figures of every epoch; best: epoch, acceptance and weights of the best one. Both travel with checkpoints.
+    """
+
+    def __init__(self, pair: Pair, draft: nn.Module, held: DataLoader, settings: dict):
+        super().__init__()
+        self.draft, self.held, self.settings = draft, held, settings
+        self.strict_loading = False  # checkpoints hold what trains
+        self._target, self._vocab = [pair.target.module], pair.vocab  # in a list: neither stored nor moved with us
+        self.sampling = Sampling(**settings["sampling"])
+        self.history: list[dict] = []
+        self.best: dict = {}
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss, sums = self._compare(batch)
+        self._sums = self._sums + sums
+        self.log("step_acceptance", sums[1] / sums[2], prog_bar=True)
+        return loss
+
+    def _compare(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch, and its sums [3] float64 on the CPU: loss, acceptance, positions."""
+        loss, accepted = compare(self._target[0], self.draft, batch, self._vocab, self.settings["loss"], self.sampling)
+        count = batch["mask"].sum()
+        return loss / count, torch.stack([loss.detach(), accepted, count]).double().cpu()
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Mean loss and step acceptance over the positions of the held-out texts."""
+        where, sums = next(self.draft.parameters()).device, torch.zeros(3, dtype=torch.float64)
+        for batch in self.held:
+            sums += self._compare({name: tensor.to(where) for name, tensor in batch.items()})[1]
+        return _means("held_out", sums)
+
+    def on_train_start(self) -> None:
+        if not self.history:
+            row = {"epoch": 0, "step": 0, "lr": 0.0, "train_loss": None, "train_acceptance": None, **self.measure()}
+            self._record(row)
+            print(line(row, self.trainer.max_epochs), flush=True)
+        self._stop_early()  # a run that was killed between its last epoch and the end of training
+
+    def on_train_epoch_start(self) -> None:
+        self.draft.eval()  # dropout would draw from a generator that a resumed run does not have
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    def on_train_epoch_end(self) -> None:
+        if self.history[-1]["epoch"] > self.current_epoch:
+            return  # resumed at the end of an epoch that is written down already
+        row = {"epoch": self.current_epoch + 1, "step": self.global_step, "lr": self.optimizers().param_groups[0]["lr"]}
+        self._record(row | _means("train", self._sums) | self.measure())
+        self._stop_early()
+
+    def _record(self, row: dict) -> None:
+        self.history.append(row)
+        if row["held_out_acceptance"] > self.best.get("acceptance", -math.inf):
+            weights = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+            self.best = {"epoch": row["epoch"], "acceptance": row["held_out_acceptance"], "weights": weights}
+
+    def _stop_early(self) -> None:
+        patience = self.settings["patience"]
+        if patience and self.history[-1]["epoch"] - self.best["epoch"] >= patience:
+            self.trainer.should_stop = True
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """The weights that train."""
+        return {name: tensor for name, tensor in self.named_parameters() if tensor.requires_grad}
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint |= {"history": self.history, "best": self.best}
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self.history, self.best = checkpoint["history"], checkpoint["best"]
+
+    def configure_optimizers(self) -> dict:
+        total, trained = self.trainer.estimated_stepping_batches, list(self.state_dict().values())
+        optimizer = torch.optim.AdamW(trained, lr=self.settings["lr"], weight_decay=WEIGHT_DECAY)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, WARMUP_STEPS))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _means(part: str, sums: Tensor) -> dict[str, float]:
+    loss, accepted, count = sums.tolist()
+    return {f"{part}_loss": round(loss / count, 6), f"{part}_acceptance": round(accepted / count, 6)}
+
+
+def line(row: dict, epochs: int | None) -> str:
+    """What is said about an epoch."""
+    held = f"held out: step acceptance {row['held_out_acceptance']:.4f}, loss {row['held_out_loss']:.4f}"
+    if not row["epoch"]:
+        return f"before training  {held}"
+    return f"epoch {row['epoch']}/{epochs}  {held}; trained on: {row['train_acceptance']:.4f}, {row['train_loss']:.4f}"
+
+
+class Pace(Callback):
+    """Where there is no terminal for a bar: now and then how far training is, and how long the rest takes at most."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.began = self.said = time.monotonic()
+        self.first = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        now = time.monotonic()
+        if now - self.said < EVERY or trainer.progress_bar_callback:
+            return
+        self.said, total = now, trainer.estimated_stepping_batches
+        left = (total - trainer.global_step) * (now - self.began) / (trainer.global_step - self.first)
+        print(f"step {trainer.global_step}/{total}, at most {left:,.0f} s left", flush=True)
