@@ -6,6 +6,7 @@ rejection it is rolled back, and after full acceptance the one token it lacks ri
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -30,15 +31,16 @@ PREFILL = 512
 SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of requests move nothing
 AHEAD = 8  # steps whose random numbers are computed together, where a step needs at most MOST_LANES of them
 MOST_LANES = 32
-LISTS = ("indices", "requests", "active", "began", "lengths", "draft_lengths")
+LISTS = ("indices", "requests", "active", "began", "lengths", "draft_lengths", "ends")
 PER_ROW = ("length", "draft_length", "seed", "spent", "recent")
 
 
 class Batch:
     """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those.
 
-    `lengths` and `draft_lengths` are the same numbers as lists, so that a step need not ask the device for them. A row
-    whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
+    `recent` [B, 2] holds the last committed token, which is the root, and the one before it. `lengths`, `draft_lengths`
+    and `ends` are the same numbers as lists, so that a step need not ask the device for them. A row whose text has
+    ended is not `active`: it stands still until another takes its place or it is dropped.
     """
 
     def __init__(self, engine: Engine, requests: dict[int, Request]):
@@ -56,6 +58,7 @@ class Batch:
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
+        self.ends = self.recent.tolist()
         self.before = tuple(torch.zeros(2, len(requests), 1, pair.vocab, device=self.device))
         self.prefilled = tokens.shape[1] - 1
         capacity = self.capacity()
@@ -83,9 +86,7 @@ class Batch:
     def replace(self, rows: list[int], fresh: Batch) -> None:
         """Put the rows of `fresh`, not decoded yet, in the place of these rows, which have ended."""
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
-        for name in LISTS:
-            values = dict(zip(rows, getattr(fresh, name), strict=True))
-            setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
+        self._rename(rows, fresh)
         for name in PER_ROW:
             setattr(self, name, getattr(self, name).index_copy(0, index, getattr(fresh, name)))
         self.before, self.stock = tuple(rows.index_fill(0, index, 0) for rows in self.before), 0
@@ -94,6 +95,12 @@ class Batch:
             if cache.capacity != capacity:
                 cache.resize(capacity)
             cache.replace(index, new, fresh.prefilled)
+
+    def _rename(self, rows: list[int], fresh: Batch) -> None:
+        """`replace` what is kept in lists."""
+        for name in LISTS:
+            values = dict(zip(rows, getattr(fresh, name), strict=True))
+            setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
 
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
         """One block for every active row; returns the tokens that each row committed and adds them to `done`.
@@ -116,13 +123,21 @@ class Batch:
             verdict = chain_verdict(engine.law, relaxed, coins[:, :2])
         else:
             verdict = draw(engine.law(relaxed), coins[:, :2])
-        path = self.shape.paths.to(self.device)[verdict.node]
-        cost, share = self._price(tree, relaxed, weight, path)
+        cost, share = self._price(tree, relaxed, weight, verdict)
         engine.lap("verify")
-        emitted = self._record(done, tree, verdict, path, cost, share)
+        # Here the device is read.
+        rows, nodes, extra = tokens.tolist(), verdict.node.tolist(), verdict.token.tolist()
+        paths = [self.shape.path_lists[node] for node in nodes]
+        blocks = [[row[node] for node in path] + [end] for row, path, end in zip(rows, paths, extra, strict=True)]
+        emitted = self._record(done, rows, blocks, cost, share)
+        if engine.relaxation.budget is not None:
+            spent = [done[i].substitutions for i in self.indices]
+            self.spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         if len(engine.shapes) > 1:
-            self._remember(tree, verdict, path)
-        self._commit(tokens, verdict, path)
+            self._remember(tree, verdict)
+        if not self.even:
+            self._compact(verdict)
+        self._advance(blocks)
         return emitted
 
     def _coins(self) -> Tensor:
@@ -132,10 +147,13 @@ class Batch:
             ahead = 1 + (steps - 1) * reach
             position = self.length.unsqueeze(1) + torch.arange(1, ahead + 1, device=self.device)
             table = uniforms(self.seed.repeat_interleave(ahead), position.flatten(), self.lanes)
-            self.table, self.since = table.view(len(position), ahead, -1), self.length
+            self.table, self.since = table.view(len(position), ahead, -1), list(self.lengths)
             self.stock = steps
         self.stock -= 1
-        return self.table[torch.arange(len(self.length), device=self.device), self.length - self.since]
+        if self.even and len(set(self.since)) == 1:
+            return self.table[:, self.lengths[0] - self.since[0]]
+        gone = [now - then for now, then in zip(self.lengths, self.since, strict=True)]
+        return self.table[torch.arange(len(gone), device=self.device), torch.tensor(gone, device=self.device)]
 
     @property
     def even(self) -> bool:
@@ -204,11 +222,16 @@ class Batch:
         self.shape = shapes[int(paths.max())]
         return paths
 
-    def _remember(self, tree: DraftTree, verdict: Verdict, path: Tensor) -> None:
+    def _remember(self, tree: DraftTree, verdict: Verdict) -> None:
         """Keep the rows of this block's committed positions: what the next step's number of paths is chosen from."""
+        path = self._path(verdict)
         on_path = torch.arange(path.shape[1], device=self.device) <= self._accepted(verdict).unsqueeze(1)
         at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
         self.before = tree.target.gather(1, at), tree.draft.gather(1, at) * on_path.unsqueeze(-1)
+
+    def _path(self, verdict: Verdict) -> Tensor:
+        """[B, L + 1] nodes from the root to the stopping node, which is repeated after it."""
+        return self.shape.paths.to(self.device)[verdict.node]
 
     def _accepted(self, verdict: Verdict) -> Tensor:
         """[B] accepted tokens."""
@@ -230,13 +253,13 @@ class Batch:
 
     def _draft_root(self) -> Output:
         """Run the draft on the root and, where the last block was accepted whole, on the token before it."""
-        model, lacking = self.engine.pair.draft, self.length - self.draft_length
-        start = max(self.draft_lengths)
+        model, start = self.engine.pair.draft, max(self.draft_lengths)
         width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
         if self.even:
-            positions = torch.arange(start, start + width, device=self.device).expand(len(lacking), -1)
+            positions = torch.arange(start, start + width, device=self.device).expand(len(self.lengths), -1)
             out = model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
             return Output(out.logits[:, -1:], out.hidden[:, -1:] if out.hidden is not None else None)
+        lacking = self.length - self.draft_length
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
         first = start + width - 1 - lacking
@@ -267,20 +290,26 @@ class Batch:
         """Target rows [B, N, V] and hidden states of the whole tree in one call."""
         engine = self.engine
         base, count = max(self.lengths), self.shape.nodes
-        visible = None if self.even else self._tree_visible(self.length, base, 0, count, root=0)
-        positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
-        out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
+        if self.even:
+            visible, positions = None, torch.arange(base, base + count, device=self.device).expand(len(tokens), -1)
+        else:
+            visible = self._tree_visible(self.length, base, 0, count, root=0)
+            positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
+        found = tokens if self.serial else tokens.clamp_min(0)
+        out = engine.pair.target(found, positions, visible, self.target_cache, base, engine.hidden)
         rows = probabilities(out.logits, engine.sampling)
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
 
-    def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, path: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L + 1] substitutions and the draft's share at the positions of the path, see `Completion.add_step`."""
+    def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, verdict: Verdict):
+        """Lists, one a row: substitutions and the draft's share along its path, see `Completion.add_step`."""
         if relaxed is tree:  # every row is the target's own
-            ran = torch.arange(path.shape[1], device=self.device) < self.engine.drafted_depths
-            return torch.zeros_like(path, dtype=torch.float64), torch.where(ran, 0.0, torch.nan).expand(path.shape)
-        cost = substitutions(tree, relaxed)
-        return cost.gather(1, path), self._share(tree, cost, weight).gather(1, path)
+            ran = self.engine.drafted_depths
+            share = [0.0] * ran + [float("nan")] * (self.shape.depth + 1 - ran)
+            return [[0.0] * len(share)] * len(tree.tokens), [share] * len(tree.tokens)
+        cost, path = substitutions(tree, relaxed), self._path(verdict)
+        share = self._share(tree, cost, weight)
+        return cost.double().gather(1, path).tolist(), share.gather(1, path).tolist()
 
     def _share(self, tree: DraftTree, cost: Tensor, weight: Tensor | None) -> Tensor:
         """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend.
@@ -294,34 +323,33 @@ class Batch:
             weight = torch.where(cost > 0, weight, 0)
         return torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
 
-    def _record(self, done, tree, verdict, path, cost, share) -> list[list[int]]:
-        """Add every active row's block to its completion; the one place where the device is read."""
-        shape = self.shape
-        lengths = self._accepted(verdict).tolist()
-        on_path = tree.tokens.gather(1, path)[:, 1:].tolist()
-        present = (tree.tokens[:, 1:] >= 0).tolist()
-        node_depth = shape.depths[1:].tolist()
-        cost, share = cost.double().tolist(), share.tolist()
-        emitted: list[list[int]] = []
-        for row, (length, extra) in enumerate(zip(lengths, verdict.token.tolist(), strict=True)):
+    def _record(self, done, tokens, blocks, cost, share) -> list[list[int]]:
+        """Add every active row's block to its completion.
+
+        tokens:      of all nodes, a list for each row.
+        blocks:      the root, the accepted tokens and the extra one.
+        cost, share: see `_price`.
+        """
+        shape, emitted = self.shape, []
+        for row, (_, *block) in enumerate(blocks):
             emitted.append([])
             if not self.active[row]:
                 continue
             completion, request = done[self.indices[row]], self.requests[row]
             room = request.new_tokens - len(completion.tokens)
-            block = (on_path[row][:length] + [extra])[:room]
-            new, completion.finished = self._until_end(completion.tokens, block, request.stop)
+            new, completion.finished = self._until_end(completion.tokens, block[:room], request.stop)
             # A row that has ended stays where it is, so that its next positions lie in the context as these do.
             self.active[row] = not completion.finished and len(new) < room
             reach = shape.depth if self.active[row] else len(new)
-            drafted = [d for d, there in zip(node_depth, present[row], strict=True) if there and d <= reach]
-            completion.add_step(new, min(length, len(new)), drafted, shape.depth, cost[row], share[row])
+            nodes = zip(shape.depth_list, tokens[row], strict=True)
+            drafted = [depth for depth, token in nodes if 0 < depth <= reach and token >= 0]
+            accepted = min(len(block) - 1, len(new))
+            completion.add_step(new, accepted, drafted, shape.depth, cost[row], share[row])
             completion.draft_calls += self.engine.drafted_depths
             if not self.active[row]:
                 text = self.engine.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True)
                 completion.text, completion.seconds = cut(text, request.stop), time.perf_counter() - self.began[row]
             emitted[row] = new
-        self.spent = torch.tensor([done[i].substitutions for i in self.indices], dtype=torch.float64).to(self.device)
         return emitted
 
     def _until_end(self, before: list[int], new: list[int], stop: tuple[str, ...]) -> tuple[list[int], bool]:
@@ -331,34 +359,32 @@ class Batch:
                 return new[:count], True
         return new, False
 
-    def _commit(self, tokens: Tensor, verdict, path: Tensor) -> None:
+    def _compact(self, verdict: Verdict) -> None:
         """Move the accepted path of every row down to its own length, in both caches."""
-        shape, accepted = self.shape, self._accepted(verdict)
+        shape, accepted, path = self.shape, self._accepted(verdict), self._path(verdict)
         step = torch.arange(path.shape[1], device=self.device)
-        base, even = max(self.lengths), self.even
-        if not even:
-            self._keep(
-                self.target_cache,
-                base + path,
-                self.length.unsqueeze(1) + step,
-                step <= accepted.unsqueeze(1),
-                base + shape.nodes - 1,
-            )
-        run = max(self.engine.drafted_depths - 1, 0)
-        in_draft = accepted.clamp_max(run)
-        if run and not even:
-            real = (step >= 1) & (step <= in_draft.unsqueeze(1))
-            last = base + shape.levels[run + 1] - 1
-            self._keep(self.draft_cache, base + path, self.length.unsqueeze(1) + step, real, last)
-        before = tokens.gather(1, path).gather(1, accepted.unsqueeze(1)).squeeze(1)
-        moving = torch.tensor(self.active, device=self.device)
-        self.recent = torch.where(moving.unsqueeze(1), torch.stack([before, verdict.token], 1), self.recent)
-        self.draft_length = torch.where(moving, self.length + 1 + in_draft, self.draft_length)
-        self.length = torch.where(moving, self.length + 1 + accepted, self.length)
-        for row, count in enumerate(accepted.tolist()):
+        base, to = max(self.lengths), self.length.unsqueeze(1) + step
+        real = step <= accepted.unsqueeze(1)
+        self._keep(self.target_cache, base + path, to, real, base + shape.nodes - 1)
+        if run := self._drafted_below_root():
+            real = (step >= 1) & (step <= accepted.clamp_max(run).unsqueeze(1))
+            self._keep(self.draft_cache, base + path, to, real, base + shape.levels[run + 1] - 1)
+
+    def _advance(self, blocks: list[list[int]]) -> None:
+        """Commit the blocks of the active rows."""
+        run = self._drafted_below_root()
+        for row, block in enumerate(blocks):
             if self.active[row]:
-                self.draft_lengths[row] = self.lengths[row] + 1 + min(count, run)
-                self.lengths[row] += 1 + count
+                self.draft_lengths[row] = self.lengths[row] + 1 + min(len(block) - 2, run)
+                self.lengths[row] += len(block) - 1
+                self.ends[row] = block[-2:]
+        self.length = torch.tensor(self.lengths, device=self.device)
+        self.draft_length = torch.tensor(self.draft_lengths, device=self.device)
+        self.recent = torch.tensor(self.ends, device=self.device)
+
+    def _drafted_below_root(self) -> int:
+        """Depths below the root whose keys and values the draft's cache holds."""
+        return max(self.engine.drafted_depths - 1, 0)
 
     def _keep(self, cache, source: Tensor, destination: Tensor, real: Tensor, idle: int) -> None:
         """Move the real entries; the others copy the slot `idle`, which no real entry names, onto itself."""
@@ -389,9 +415,13 @@ def prefill(model: Model, tokens: Tensor, cache) -> None:
 
 def refuse_nan(rows: Tensor, which: str, prompts: list[int]) -> None:
     """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a distribution."""
-    if torch.isnan(rows[..., 0].sum()):
+    if math.isnan(rows[..., 0].sum()):
         bad = rows[..., 0].isnan().reshape(len(rows), -1).any(-1)
-        raise ValueError(
-            f"the {which} model gave logits that are not finite for prompt {prompts[int(bad.int().argmax())]}; "
-            "try another dtype, or check the weights"
-        )
+        raise not_finite(which, prompts[int(bad.int().argmax())])
+
+
+def not_finite(which: str, prompt: int) -> ValueError:
+    return ValueError(
+        f"the {which} model gave logits that are not finite for prompt {prompt}; "
+        "try another dtype, or check the weights"
+    )

@@ -60,11 +60,11 @@ class PackedCache(Cache):
         self.capacity = capacity
         self.positions: Tensor | None = None
 
-    def write_at(self, start: int, positions: Tensor, remember: bool = True) -> Tensor:
+    def write_at(self, start: int, positions: Tensor, remember: bool = True) -> Tensor | None:
         """The next call writes tokens of these positions [B, Q] into the slots from `start` on.
 
-        Returns [B, start + Q], the position of the token in every slot up to there; zeros unless every call is to
-        `remember` them, which only layers that see a window of tokens need.
+        Returns [B, start + Q], the position of the token in every slot up to there, or None unless they are to be
+        remembered in every call, which only layers that see a window of tokens need.
         """
         if self.positions is None:
             self.positions = positions.new_zeros(len(positions), self.capacity)
@@ -72,8 +72,9 @@ class PackedCache(Cache):
         assert end <= self.capacity, f"cache of {self.capacity} slots was asked for {end}"
         for layer in self.layers:
             layer.start = start
-        if remember:
-            self.positions[:, start:end] = positions
+        if not remember:
+            return None
+        self.positions[:, start:end] = positions
         return self.positions[:, :end]
 
     def move(self, source: Tensor, destination: Tensor) -> None:

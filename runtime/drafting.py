@@ -70,6 +70,15 @@ class Topology:
         return paths
 
     @cached_property
+    def path_lists(self) -> list[list[int]]:
+        """Nodes from the root to each node, the node itself last."""
+        return [path[: depth + 1] for path, depth in zip(self.paths.tolist(), self.depth_list, strict=True)]
+
+    @cached_property
+    def depth_list(self) -> list[int]:
+        return self.depths.tolist()
+
+    @cached_property
     def lanes(self) -> Tensor:
         """[N] int64 which of a request's random numbers draws each node; the root needs none and has -1.
 

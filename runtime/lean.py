@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,11 @@ class LeanForward:
         default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
         kinds = getattr(config, "layer_types", None) or default
         self.layers = [_layer(layer, kind) for layer, kind in zip(module.model.layers, kinds, strict=True)]
-        self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm, module.lm_head
+        self.embedding, self.norm = module.model.embed_tokens.weight, module.model.norm.weight
+        self.head, self.head_bias = module.lm_head.weight.t(), module.lm_head.bias
         self.probes = attention.q_proj, module.model.layers[0].mlp.gate_proj
         self.where = self._address()
-        self.angles = self.embedding.weight.new_empty(0, 2, self.size)
+        self.angles = self.embedding.new_empty(0, 2 * self.size)
 
     def _address(self) -> tuple[int, ...]:
         """Changes when the module's weights are moved or cast: what is collected here is then out of date."""
@@ -114,20 +115,22 @@ class LeanForward:
         # Queries that share keys and values become one of several rows: free where there is one token, and 3 to 6
         # times as fast in bfloat16 (batch 1 and 16, 256 slots, 3 x 3 heads of 64). On a GPU the fast kernels take a
         # mask only without grouped heads.
-        fold = self.heads > self.shared and (count == 1 or tokens.is_cuda)
+        fold = self.heads > self.shared and (count == 1 or not tokens.is_cpu)
         if fold:
             groups = self.heads // self.shared
             masks = {kind: mask if mask is None else mask.repeat(1, 1, groups, 1) for kind, mask in masks.items()}
-        x = functional.embedding(tokens, self.embedding.weight).view(batch * count, -1)
+        x = functional.embedding(tokens, self.embedding).view(batch * count, -1)
         for layer, slots in zip(self.layers, past, strict=True):
             seen = self._attention(layer, _rms_norm(x, layer.before, self.epsilon), rotation, slots, masks, fold)
             x = _add_product(x, seen, layer.out, layer.out_bias)
             wide = _product(_rms_norm(x, layer.after, self.epsilon), layer.gate_up, layer.gate_up_bias)
             gate, up = wide.chunk(2, -1)
             x = _add_product(x, functional.silu(gate).mul_(up), layer.down, layer.down_bias)
-        x = x.view(batch, count, -1)
-        hidden = _rms_norm(x[:, -1:] if last_only else x, self.norm.weight, self.epsilon)
-        return functional.linear(hidden, self.head.weight, self.head.bias), hidden
+        if last_only:
+            x, count = x.view(batch, count, -1)[:, -1], 1
+        hidden = _rms_norm(x, self.norm, self.epsilon)
+        logits = _product(hidden, self.head, self.head_bias)
+        return logits.view(batch, count, -1), hidden.view(batch, count, -1)
 
     def _attention(self, layer: _Layer, x: Tensor, rotation, slots, masks, fold: bool) -> Tensor:
         """What each token of x [B * Q, H] sees, [B * Q, heads * size]; its keys and values go into its slots."""
@@ -146,7 +149,7 @@ class LeanForward:
         if fresh is None:
             key, value = every.narrow(1, self.heads, 2 * self.shared).chunk(2, 1)
         else:
-            fresh.copy_(every.narrow(1, self.heads, 2 * self.shared))
+            fresh(every.narrow(1, self.heads, 2 * self.shared))
         mask = masks[layer.kind]
         # The fused attention is taken always. Measured on an EPYC core, torch 2.13, a mask, 64 and 512 slots, heads
         # of 16 to 64, 1 to 6 tokens: softmax and products written out take 1.1 to 4 times as long at batch 1 and 0.7 to
@@ -169,34 +172,40 @@ class LeanForward:
         if cache is None:
             found = self._turned(positions.flatten())
         else:
-            if len(self.angles) < cache.capacity:
+            if self.angles.shape[0] < cache.capacity:
                 self.angles = self._turned(torch.arange(cache.capacity, device=positions.device))
-            found = self.angles.index_select(0, positions.flatten())
-        return found.view(len(positions), 1, -1, 2, self.size).unbind(3)
+            found = functional.embedding(positions, self.angles)
+        return found.view(positions.shape[0], 1, -1, 2 * self.size).chunk(2, -1)
 
     def _turned(self, positions: Tensor) -> Tensor:
-        """[X, 2, size] cos and signed sin of the angles at positions [X], computed in float32 as the module does."""
+        """[X, 2 * size] cos and signed sin of the angles at positions [X], computed in float32 as the module does."""
         rotary = self.module.model.rotary_emb
         angle = positions.unsqueeze(-1).float() * rotary.inv_freq.to(positions.device, torch.float32)
         cos, sin = angle.cos() * rotary.attention_scaling, angle.sin() * rotary.attention_scaling
-        both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        return both.to(self.embedding.weight.dtype)
+        return torch.cat((cos, cos, -sin, sin), -1).to(self.embedding.dtype)
 
     def _slots(self, cache: PackedCache | None, batch: int, count: int):
-        """For every layer: where its keys and values go, [B, 2 * shared, Q, size], and all keys and all values up to
-        there, [B, shared, slots, size] each.
+        """For every layer: what writes its keys and values, [B, 2 * shared, Q, size], into their slots, and all keys
+        and all values up to there, [B, shared, slots, size] each; all of them where rows write at slots of their own.
         """
         if cache is None:
             return [(None, None, None)] * len(self.layers)
         store, layers = cache.layers[0], len(self.layers)
         if not store.is_initialized:
             # One buffer holds both, so that a layer writes once and a step moves once.
-            states = self.embedding.weight.new_empty(batch, layers * 2 * self.shared, 1, self.size)
+            states = self.embedding.new_empty(batch, layers * 2 * self.shared, 1, self.size)
             store.lazy_initialization(states, states[:, :0])
         slots = (-1, self.size)
-        fresh = store.keys.view(batch, layers, 2 * self.shared, *slots).narrow(3, store.start, count)
-        seen = store.keys.view(batch, layers * 2, self.shared, *slots).narrow(3, 0, store.start + count).unbind(1)
-        return zip(fresh.unbind(1), seen[::2], seen[1::2], strict=True)
+        fresh = store.keys.view(batch, layers, 2 * self.shared, *slots)
+        seen = store.keys.view(batch, layers * 2, self.shared, *slots)
+        if isinstance(store.start, Tensor):
+            index = store.start[:, None, :, None].expand(-1, 2 * self.shared, -1, self.size)
+            writes = [partial(layer.scatter_, 2, index) for layer in fresh.unbind(1)]
+        else:
+            writes = [layer.copy_ for layer in fresh.narrow(3, store.start, count).unbind(1)]
+            seen = seen.narrow(3, 0, store.start + count)
+        seen = seen.unbind(1)
+        return zip(writes, seen[::2], seen[1::2], strict=True)
 
 
 def _layer(layer, kind: str) -> _Layer:
@@ -251,13 +260,13 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     On a CPU torch's own rms_norm is seven operations and rounds after the weight.
     """
-    if x.is_cuda:
+    if not x.is_cpu:
         return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
     size, wide = x.shape[-1], torch.float64 if x.dtype is torch.float64 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     least, zero = _constants(size, epsilon)
     unit = torch.addcdiv(zero, x, torch.hypot(length, least), value=size**0.5)
-    return unit.to(x.dtype) * weight
+    return (unit if wide is x.dtype else unit.to(x.dtype)) * weight
 
 
 @lru_cache

@@ -95,7 +95,8 @@ class Model:
                    own slot and all before it.
         start:     first slot written.
         hidden:    also return the last hidden states.
-        last_only: logits of the last token alone, [B, 1, V]: a prefill needs none.
+        last_only: logits of the last token alone, [B, 1, V]: a prefill needs none. Hidden states of the others are
+                   then not to be relied on.
         """
         device = self.device
         tokens, positions = tokens.to(device), positions.to(device)
@@ -104,7 +105,8 @@ class Model:
             masks = self._masks(visible, positions, slots, start, allow_none=True)
             with torch.no_grad():
                 logits, states = self._lean(tokens, positions, masks, cache, last_only)
-            return Output(logits[..., : self.vocab], states if hidden else None)
+            logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
+            return Output(logits, states if hidden else None)
         masks = self._masks(visible, positions, slots, start)
         extra = {"logits_to_keep": 1} if last_only and self._can_slice else {}
         if cache is not None:
@@ -120,6 +122,21 @@ class Model:
             )
         logits = out.logits[:, -1:] if last_only else out.logits
         return Output(logits[..., : self.vocab], out.hidden_states[-1] if hidden else None)
+
+    @property
+    def angles(self) -> Tensor:
+        """The table of positions that lean calls read; a longer text replaces it, so who captures a call keeps it."""
+        return self._lean.angles
+
+    def at_slots(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: PackedCache) -> Output:
+        """A lean call, hidden states included, whose rows write into slots [B, Q] of their own.
+
+        mask: [B, 1, Q, capacity] to add to the scores of all slots.
+        """
+        cache.layers[0].start = slots
+        with torch.no_grad():
+            logits, states = self._lean(tokens, positions, dict.fromkeys(self.kinds, mask), cache)
+        return Output(logits[..., : self.vocab], states)
 
     def _masks(
         self, visible: Tensor | None, positions: Tensor, slots: Tensor | None, start: int, allow_none: bool = False
