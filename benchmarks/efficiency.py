@@ -65,7 +65,7 @@ def run(
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft)
-    encoded = _prompts(pair, task, data, prompt, prompts, seed)
+    encoded = encoded_prompts(pair, task, data, prompt, prompts, seed)
     shapes = [
         (method, count)
         for method in methods
@@ -124,7 +124,7 @@ def _fits(method: str, draft_length: int, count: int) -> bool:
     return True
 
 
-def _prompts(pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int) -> list[list[int]]:
+def encoded_prompts(pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int) -> list[list[int]]:
     if prompt is not None:
         return [prompt_tokens(prompt, pair.tokenizer)] * prompts
     loaded = load_task(task, split="test", limit=prompts, seed=seed, data=data)

@@ -1,0 +1,256 @@
+"""Tokens per second of decoding: our own loop, method by method, beside transformers' `generate` in the same run.
+
+Every case continues the same prompts with the same weights, temperature, lengths and threads; plain decoding and
+transformers are cases like any other. First each speculative case finds its draft length on prompts of its own. Then
+the cases take turns, one repetition each, so that a busy machine slows all alike: a value is the median of the
+repetitions, its interval the lowest and the highest, and a ratio the median of the ratios of one repetition.
+
+A learned verifier's gain over exact verification has a second row, `predicted`: what the tokens per target call allow
+if a step costs one target call and its draft calls and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ..data.tasks import DataOptions
+from ..runtime.decode import decode
+from ..runtime.model import Model, Pair, load_pair
+from ..runtime.sampling import Sampling
+from .efficiency import encoded_prompts
+
+# Ratios that are printed beside a case, where the other one is in the run too.
+RIVALS = {
+    "token": ("plain", "transformers assisted"),
+    "block": ("plain", "token", "transformers assisted"),
+    "plain": ("transformers plain",),
+    "static+block": ("block", "transformers static"),
+    "learned+block": ("block", "plain", "static+block", "transformers assisted"),
+    "learned+token": ("token",),
+    "transformers assisted": ("transformers plain",),
+}
+# Trees are drawn with two children at the root and single file below: the smallest tree that is one.
+TREES = {"traversal": 2, "univer": 2, "gbv": 2, "rrsw": 2, "greedy_tree": 2, "specinfer": 2, "kseq": 2}
+
+
+@dataclass
+class _Case:
+    """One way of decoding.
+
+    run:        (prompts, draft length, seed) -> new tokens and target calls, the latter 0 where it is not known.
+    lengths:    draft lengths to choose from; (0,) where nothing is drafted.
+    rates:      tokens per second of every repetition.
+    tokens, calls: summed over the repetitions.
+    """
+
+    run: Callable[[list[list[int]], int, int], tuple[int, int]]
+    lengths: list[int]
+    draft_length: int = 0
+    rates: list[float] = field(default_factory=list)
+    tokens: int = 0
+    calls: int = 0
+
+    def timed(self, prompts: list[list[int]], draft_length: int, seed: int) -> tuple[float, int, int]:
+        start = time.perf_counter()
+        tokens, calls = self.run(prompts, draft_length, seed)
+        return tokens / (time.perf_counter() - start), tokens, calls
+
+
+def run(
+    *,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    dtype: str = "auto",
+    device: str = "cpu",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    prompt: str | None = None,
+    prompts: int = 6,
+    methods: list[str] = ["plain", "token", "block", "traversal", "univer", "gbv"],  # noqa: B006
+    static: float = 0.3,
+    learned: str | None = None,
+    transformers: bool = True,
+    draft_lengths: list[int] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    tuning_prompts: int = 3,
+    repetitions: int = 7,
+    batch: int = 1,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[dict]:
+    """One row a case: tokens per second at its best draft length.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: texts a repetition.
+        methods: `plain` and verification methods.
+        static: the draft's share of the static blend, with block verification and in transformers; 0 leaves both out.
+        learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
+        transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
+        draft_lengths: to choose from.
+        tuning_prompts: on which each case finds its draft length; the others are measured on.
+        repetitions: of every case, in turns.
+        batch: prompts decoded together.
+        max_new_tokens: tokens a text may have.
+        temperature: of both models.
+        seed: of prompts and texts.
+        threads: CPU threads.
+    """
+    torch.set_num_threads(threads)
+    pair = load_pair(target, draft, dtype, device)
+    encoded = encoded_prompts(pair, task, data, prompt, tuning_prompts + prompts, seed)
+    options = {"sampling": Sampling(temperature), "max_new_tokens": max_new_tokens, "batch": batch}
+    cases = _ours(pair, methods, static, learned, draft_lengths, options)
+    if transformers and batch == 1:
+        cases |= _transformers(pair, static, draft_lengths, temperature, max_new_tokens)
+    _note(learned, transformers, batch)
+    _tune(cases, encoded[:tuning_prompts], seed)
+    console = Console(stderr=True)
+    for repetition in track(range(repetitions), "decode", console=console):
+        for case in cases.values():
+            rate, tokens, calls = case.timed(encoded[tuning_prompts:], case.draft_length, seed + repetition)
+            case.rates.append(rate)
+            case.tokens, case.calls = case.tokens + tokens, case.calls + calls
+    relative = _relative_cost(pair, encoded[0])
+    return [row for name in cases for row in _rows(name, cases, relative)]
+
+
+def _note(learned: str | None, transformers: bool, batch: int) -> None:
+    """Say what is left out."""
+    if learned is None:
+        print("the learned cases are left out: name a bundle with --learned", file=sys.stderr)
+    if transformers and batch > 1:
+        print("transformers is left out: its assisted generation takes one prompt at a time", file=sys.stderr)
+
+
+def _ours(pair: Pair, methods, static: float, learned: str | None, lengths: list[int], options: dict):
+    """Our cases by name; relaxed ones use block verification, the learned one token verification too."""
+    plans = {name: (name, "none") for name in methods}
+    if static:
+        plans["static+block"] = ("block", f"ensemble:{static}")
+    if learned:
+        plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
+    return {name: _case(pair, *plan, lengths, options) for name, plan in plans.items()}
+
+
+def _case(pair: Pair, method: str, relaxation: str, lengths: list[int], options: dict) -> _Case:
+    def run(prompts, draft_length, seed):
+        branches = TREES.get(method)
+        if branches and method not in ("gbv", "specinfer", "kseq"):
+            branches = [branches] + [1] * (draft_length - 1)
+        completions = decode(
+            pair, prompts, method=method, relaxation=relaxation, draft_length=draft_length, branches=branches,
+            seeds=[(seed << 20) + i for i in range(len(prompts))], **options,
+        )  # fmt: skip
+        return sum(len(c.tokens) for c in completions), sum(c.target_calls for c in completions)
+
+    return _Case(run, [0] if method == "plain" else lengths)
+
+
+def _transformers(pair: Pair, static: float, lengths: list[int], temperature: float, new_tokens: int):
+    """`generate` on the modules whose weights our own loop uses."""
+    from transformers import GenerationConfig
+
+    common = {
+        "do_sample": temperature > 0, "max_new_tokens": new_tokens, "eos_token_id": list(pair.eos), "pad_token_id": 0,
+    }  # fmt: skip
+    if temperature > 0:
+        common |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    assistant = pair.draft.module
+
+    def case(lengths: list[int], **extra) -> _Case:
+        def run(prompts, draft_length, seed):
+            torch.manual_seed(seed)
+            total = 0
+            if draft_length:  # the assistant's own settings decide how much it drafts
+                assistant.generation_config.num_assistant_tokens = draft_length
+                assistant.generation_config.num_assistant_tokens_schedule = "constant"
+                assistant.generation_config.assistant_confidence_threshold = 0.0
+            for prompt in prompts:
+                ids = torch.tensor([prompt], device=pair.target.device)
+                text = pair.target.module.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+                total += text.shape[1] - len(prompt)
+            return total, 0
+
+        return _Case(run, lengths)
+
+    cases = {"transformers plain": case([0]), "transformers assisted": case(lengths, assistant_model=assistant)}
+    if static and hasattr(GenerationConfig(), "assistant_ensemble_weight"):
+        # transformers states the target's share
+        cases["transformers static"] = case(lengths, assistant_model=assistant, assistant_ensemble_weight=1 - static)
+    return cases
+
+
+def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
+    """Set every case's draft length to the fastest of its lengths, the better of two turns each."""
+    for case in cases.values():
+        case.run(prompts[:1], case.lengths[0], seed)  # what is computed once a process is no one's time
+    rates = {name: dict.fromkeys(case.lengths, 0.0) for name, case in cases.items()}
+    for _ in range(2):
+        for name, case in cases.items():
+            for length in case.lengths if len(case.lengths) > 1 else ():
+                rates[name][length] = max(rates[name][length], case.timed(prompts, length, seed + 1)[0])
+    for name, case in cases.items():
+        case.draft_length = max(rates[name], key=rates[name].get)
+
+
+def _relative_cost(pair: Pair, prompt: list[int]) -> float:
+    """Seconds of a draft call on one token over those of a target call on three, medians of 50 in turns."""
+    calls = [_call(model, prompt, count) for model, count in ((pair.draft, 1), (pair.target, 3))]
+    seconds = [[], []]
+    for _ in range(50):
+        for call, taken in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    draft, target = map(statistics.median, seconds)
+    return draft / target
+
+
+def _call(model: Model, prompt: list[int], count: int) -> Callable[[], object]:
+    """One call on `count` tokens after a prompt; what it writes into the cache is written over by the next."""
+    cache, device = model.cache(len(prompt) + count), model.device
+    tokens = torch.tensor([prompt + [0] * count], device=device)
+    positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+    model(tokens[:, :-count], positions[:, :-count], None, cache, 0)
+    return lambda: model(tokens[:, -count:], positions[:, -count:], None, cache, len(prompt)).logits.sum().item()
+
+
+def _rows(name: str, cases: dict[str, _Case], relative: float) -> list[dict]:
+    case = cases[name]
+    ratios = {
+        rival: statistics.median(ours / theirs for ours, theirs in zip(case.rates, cases[rival].rates, strict=True))
+        for rival in RIVALS.get(name, ("plain", "block"))
+        if rival in cases and rival != name
+    }
+    span = {"low": min(case.rates), "high": max(case.rates)}
+    rows = [{"case": name, "value": statistics.median(case.rates), "unit": "tokens/s", **span, "vs": ratios}]
+    if case.draft_length:
+        rows.append({"case": f"{name}, draft length", "value": case.draft_length, "unit": "tokens"})
+    if case.calls:
+        rows.append({"case": f"{name}, per call", "value": case.tokens / case.calls, "unit": "tokens/call"})
+    exact = cases.get(name.removeprefix("learned+"))
+    if name.startswith("learned+") and exact:
+        allowed = _per_cost(case, relative) / _per_cost(exact, relative)
+        rows.append({"case": f"{name} over exact, predicted", "value": allowed, "unit": "ratio"})
+    return rows
+
+
+def _per_cost(case: _Case, relative: float) -> float:
+    """Tokens for the cost of one target call, where a draft call costs `relative` of one."""
+    return case.tokens / case.calls / (1 + case.draft_length * relative)

@@ -1,0 +1,74 @@
+"""The decoding benchmarks: which cases they compare, with whom, and what they leave out. Nothing here is timed."""
+
+import pytest
+from diversed.benchmarks import decode, overhead
+
+from .support.models import module, tokenizer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and a draft on disk."""
+    found = []
+    for seed, name in enumerate(("target", "draft")):
+        folder = tmp_path_factory.mktemp(name)
+        module(seed, 7, layers=2 - seed).save_pretrained(folder)
+        tokenizer(7).save_pretrained(folder)
+        found.append(str(folder))
+    return dict(zip(("target", "draft"), found, strict=True))
+
+
+def cases(folders, **options):
+    small = {"prompt": "w2 w3 w4", "prompts": 2, "tuning_prompts": 1, "repetitions": 2, "max_new_tokens": 6}
+    methods = ["plain", "block", "gbv", "univer"]
+    rows = decode.run(**folders, **small, methods=methods, draft_lengths=[1, 2], **options)
+    return {row["case"]: row for row in rows}
+
+
+def test_every_case_is_compared_with_its_rivals_of_the_same_run(folders, capsys):
+    found = cases(folders)
+    rivals = {case: set(row["vs"]) for case, row in found.items() if row["unit"] == "tokens/s"}
+    assert rivals == {
+        "plain": {"transformers plain"},
+        "block": {"plain", "transformers assisted"},
+        "gbv": {"plain", "block"},
+        "univer": {"plain", "block"},
+        "static+block": {"block", "transformers static"},
+        "transformers plain": {"plain", "block"},
+        "transformers assisted": {"transformers plain"},
+        "transformers static": {"plain", "block"},
+    }
+    assert all(row["low"] <= row["value"] <= row["high"] for row in found.values() if row["unit"] == "tokens/s")
+    assert found["plain, per call"]["value"] == 1 < found["block, per call"]["value"] <= 3
+    assert found["univer, draft length"]["value"] in (1, 2) and "plain, draft length" not in found
+    assert "the learned cases are left out" in capsys.readouterr().err
+
+
+def test_batches_are_measured_without_transformers_which_takes_one_prompt(folders, capsys):
+    found = cases(folders, batch=2, static=0.0)
+    assert not [case for case in found if case.startswith(("transformers", "static"))]
+    assert "takes one prompt at a time" in capsys.readouterr().err
+
+
+def test_a_prediction_counts_tokens_for_the_cost_of_the_models_alone():
+    case = decode._Case(run=None, lengths=[2], draft_length=2, tokens=30, calls=10)
+    assert decode._per_cost(case, relative=0.25) == pytest.approx(30 / 10 / 1.5)
+
+
+def test_the_share_outside_the_models_is_a_share(folders):
+    rows = overhead.run(**folders, prompt="w2 w3", methods=["plain", "block"], batches=[1, 2], repetitions=1)
+    shares = {row["case"]: row["value"] for row in rows if row["unit"].startswith("%")}
+    assert set(shares) == {f"{method}, batch {batch}" for method in ("plain", "block") for batch in (1, 2)}
+    assert all(0 < share < 100 for share in shares.values())
+
+
+def test_the_prefill_is_no_part_of_a_step(folders):
+    class Model:
+        device = overhead.torch.device("cpu")
+
+        def __call__(self, tokens, last_only):
+            return tokens
+
+    timed = overhead._Timed(Model())
+    assert timed(1, last_only=True) == 1 and timed.seconds == 0
+    assert timed(2) == 2 and timed.seconds > 0
