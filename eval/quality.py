@@ -2,21 +2,28 @@
 
 Intervals are percentile bootstraps over prompts: the texts of one prompt (its seeds) are drawn together, since they
 share its difficulty. Two methods on the same prompts are compared by the bootstrap of their paired differences, which
-is narrower than the difference of their intervals.
+is narrower than the difference of their intervals. Beside it stand two tests: `mcnemar` of 0/1 scores, and
+`same_texts`, which needs no scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy
 
 from ..data.scores import SCORES, exact, exact_number, final_number, rouge
 
 __all__ = [
-    "SCORES", "bootstrap", "corpus_bleu", "exact", "exact_number", "final_number", "paired_bootstrap", "rouge",
+    "SCORES", "bootstrap", "corpus_bleu", "exact", "exact_number", "final_number", "mcnemar", "paired_bootstrap",
+    "resampled", "rouge", "same_texts",
 ]  # fmt: skip
+RESAMPLES = 10_000
 CHUNK = 1 << 22  # drawn indices at a time: 32 MB
+FIRST = 32  # tokens of a text that `same_texts` looks at
+BUCKETS = 1024  # that the counts of tokens and pairs of tokens are hashed into
+SWAPS, SWAPS_AT_ONCE = 2000, 200  # random exchanges of a prompt's texts; a p-value has steps of 1 / 2001
 
 
 def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
@@ -33,7 +40,7 @@ def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> tuple[float,
 
 
 def bootstrap(
-    values: Sequence[float], resamples: int = 10_000, seed: int = 0, clusters: Sequence[int] | None = None
+    values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0, clusters: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
     """(mean, low, high) with a 95 % percentile interval.
 
@@ -47,22 +54,27 @@ def bootstrap(
     if resamples < 1:
         raise ValueError(f"`resamples` must be at least 1, got {resamples}")
     total, size = numpy.bincount(groups, values), numpy.bincount(groups)
-    generator = numpy.random.default_rng(seed)
-    means, done = numpy.empty(resamples), 0
-    while done < resamples:
-        rows = min(resamples - done, max(1, CHUNK // len(total)))
-        drawn = generator.integers(len(total), size=(rows, len(total)))
-        means[done : done + rows] = total[drawn].sum(1) / size[drawn].sum(1)
-        done += rows
-    low, high = numpy.percentile(means, [2.5, 97.5])
+    means = [(drawn @ total) / (drawn @ size) for drawn in resampled(len(total), resamples, seed)]
+    low, high = numpy.percentile(numpy.concatenate(means), [2.5, 97.5])
     return float(values.mean()), float(low), float(high)
+
+
+def resampled(prompts: int, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[numpy.ndarray]:
+    """[R, prompts] chunk by chunk: how often every prompt was drawn in each of R resamples of as many prompts."""
+    generator = numpy.random.default_rng(seed)
+    done = 0
+    while done < resamples:
+        rows = min(resamples - done, max(1, CHUNK // prompts))
+        drawn = generator.integers(prompts, size=(rows, prompts)) + prompts * numpy.arange(rows)[:, None]
+        yield numpy.bincount(drawn.ravel(), minlength=rows * prompts).reshape(rows, prompts).astype(numpy.float64)
+        done += rows
 
 
 def paired_bootstrap(
     values: Sequence[float],
     baseline: Sequence[float],
     clusters: Sequence[int] | None = None,
-    resamples: int = 10_000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float, float]:
     """(difference, low, high): mean of values - baseline with a 95 % interval, below 0 where the baseline is better.
@@ -77,6 +89,61 @@ def paired_bootstrap(
             " scored on the same prompts?"
         )
     return bootstrap(values - baseline, resamples, seed, clusters)
+
+
+def mcnemar(values: Sequence[float], baseline: Sequence[float]) -> tuple[int, int, float]:
+    """(prompts scored better, prompts scored worse, p-value) of two methods on the same prompts.
+
+    The exact two-sided p-value of McNemar's test: where both methods are equally good, each prompt that they score
+    differently is better or worse with probability 1/2. values, baseline: [P], one score a prompt; where a prompt has
+    several texts their mean, which makes it the sign test of prompts.
+    """
+    better = sum(value > before for value, before in zip(values, baseline, strict=True))
+    worse = sum(value < before for value, before in zip(values, baseline, strict=True))
+    count, ways, term = better + worse, 0, 1
+    for fewer in range(min(better, worse) + 1):
+        ways += term
+        term = term * (count - fewer) // (fewer + 1)
+    return better, worse, min(1.0, 2 * ways / 2**count)
+
+
+def same_texts(
+    texts: Sequence[tuple[int, Sequence[int]]], baseline: Sequence[tuple[int, Sequence[int]]], seed: int = 0
+) -> float:
+    """p-value of the hypothesis that both methods write the same texts: small where they are told apart. No scores.
+
+    texts, baseline: (prompt, tokens) of every text of two methods on the same prompts; the first FIRST tokens count.
+
+    The statistic is sum over g of (sum over prompts of the difference in how often g occurs)^2 / (how often g occurs
+    in all texts), with g every token and every pair of neighbours, hashed into BUCKETS. It is compared with its value
+    where both texts of a prompt change places at random, SWAPS times; p is the share of values at least as large, the
+    one without changes counted. A prompt's several texts are averaged and change places together.
+
+    The test is exact where the texts of a prompt are drawn independently. Points of the same seed share their random
+    numbers; then it holds for many prompts, because the sum over prompts has mean 0 and the covariance of the swaps.
+    """
+    prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in (*texts, *baseline)))}
+    first, second = _counts(texts, prompts), _counts(baseline, prompts)
+    total = (first + second).sum(0)
+    difference = (first - second)[:, total > 0] / numpy.sqrt(total[total > 0])
+    observed = (difference.sum(0) ** 2).sum()
+    generator, larger = numpy.random.default_rng(seed), 1
+    for _ in range(SWAPS // SWAPS_AT_ONCE):
+        signs = generator.choice([-1.0, 1.0], size=(SWAPS_AT_ONCE, len(prompts)))
+        # Sums in another order differ by rounding, and equal ones count.
+        larger += int((((signs @ difference) ** 2).sum(1) >= observed * (1 - 1e-9)).sum())
+    return larger / (SWAPS + 1)
+
+
+def _counts(texts: Sequence[tuple[int, Sequence[int]]], prompts: dict[int, int]) -> numpy.ndarray:
+    """[P, BUCKETS] how often tokens and pairs of neighbours occur in a prompt's text, the mean over its texts."""
+    counts, size = numpy.zeros((len(prompts), BUCKETS)), numpy.zeros(len(prompts))
+    for prompt, tokens in texts:
+        tokens = tokens[:FIRST]
+        grams = [*tokens, *((one * 1_000_003) ^ (other * 7_919 + 1) for one, other in pairwise(tokens))]
+        counts[prompts[prompt]] += numpy.bincount([gram % BUCKETS for gram in grams], minlength=BUCKETS)
+        size[prompts[prompt]] += 1
+    return counts / size[:, None]
 
 
 def _finite(values: Sequence[float], name: str) -> numpy.ndarray:
