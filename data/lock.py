@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
-    """Hold `folder` (made if missing) for this process; OSError with one sentence where another process holds it.
+    """Hold `folder` (made if missing) for this process; BlockingIOError, a sentence, where another process holds it.
 
     option: of the command, that chooses another place.
     """
@@ -28,7 +28,7 @@ def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise OSError(
+            raise BlockingIOError(
                 f"another process (pid {holder}) is writing to {folder}; wait until it ends or choose another {option}"
             ) from None
         file.truncate(0)

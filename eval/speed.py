@@ -7,13 +7,14 @@ row at a position (all after temperature, top-k, top-p, min-p):
     bias              mean over positions of TV(p, v): how often one token is not the target's own
 
 Positions are those of the text, its end-of-text token included and nothing after it. `summarise` turns the file of
-results into one row of figures per (method, relaxation); everything printed or drawn comes from it.
+results into one row of figures per (method, relaxation, temperature, draft length); everything printed or drawn comes
+from it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.files import read_settings
 from ..runtime.batch import padded, prefill
 from ..runtime.gate import Gate, load_gate
 from ..runtime.model import Output, Pair
 from ..runtime.sampling import Sampling, probabilities
 from ..verifier.law import DraftTree
 from ..verifier.relax import Relaxation, parse, relax
-from .quality import bootstrap, paired_bootstrap
+from .quality import bootstrap, mcnemar, paired_bootstrap, same_texts
 
 SETTINGS = "eval.json"  # what the results beside it were decoded with
 CHUNK_BYTES = 256 << 20  # of one model's float32 rows in memory at a time
@@ -36,6 +38,7 @@ FIELDS = ("method", "relaxation", "seed", "prompt", "score", "tokens", "drafted"
 FIELDS += ("positions", "acceptance", "bias", "weight", "target_logprob", "substitutions", "seconds")
 FIELDS += ("temperature", "draft_length")
 KINDS = {"method": str, "relaxation": str, "tokens": list, "weight": int | float | None, "prompt": int, "seed": int}
+KINDS |= {"temperature": int | float | None, "draft_length": int | None}
 SUMMED = tuple(name for name in FIELDS[6:-2] if name != "weight")
 POINT = ("method", "relaxation", "temperature", "draft_length")  # a row of figures; a cell is one and a seed
 
@@ -192,19 +195,23 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _older(path: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """record -> the fields that one of an older version lacks, from the settings at `path`."""
+    """record -> the fields that one of an older version lacks, from the settings at `path`; None where unknown."""
     settings = read_settings(path) if path.is_file() else {}
-    temperature, length = settings.get("sampling", {}).get("temperature", 1.0), settings.get("draft_length", 5)
+    sampling, length = settings.get("sampling"), settings.get("draft_length")
+    temperature = sampling.get("temperature") if isinstance(sampling, dict) else None
     return lambda record: {"temperature": temperature, "draft_length": 0 if record["method"] == "plain" else length}
 
 
 def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row of figures per (method, relaxation), seeds pooled, in the order of first appearance.
+    """One row of figures per (method, relaxation, temperature, draft_length), seeds pooled, as they first appear.
 
     results: path of results.jsonl, or its records.
 
     score, score_low, score_high:  mean and 95 % bootstrap interval over prompts (a prompt's seeds are averaged first)
-    difference, ..._low, ..._high: score minus that of relaxation none with the same method, paired by prompt; or None
+    difference, ..._low, ..._high: score minus that of relaxation none, all else equal, paired by prompt; or None
+    better, worse, mcnemar:        where scores are 0 or 1, how many prompts this point scores better and worse than
+                                   relaxation none, and the p-value of `quality.mcnemar`; else None
+    text_p:                        p-value of `quality.same_texts` against the texts of relaxation none; or None
     step_acceptance, mean_bias, mean_weight: means over all positions; mean_weight None where it is not a blend
     accepted_share:                accepted / drafted tokens, what lies after the end of a text left out
     tokens_per_call:               tokens per target call, the extra token and the end-of-text token counted
@@ -214,26 +221,20 @@ def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, 
     acceptance_by_depth:           accepted / drafted at depth 1, 2, ...
     """
     records = read_results(results) if isinstance(results, str | Path) else list(results)
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    cells: dict[tuple, list[dict[str, Any]]] = {}
     for record in records:
-        cells.setdefault((record["method"], record["relaxation"]), []).append(record)
-    return [_row(cell, cells.get((method, "none"))) for (method, _), cell in cells.items()]
+        cells.setdefault(tuple(record.get(name) for name in POINT), []).append(record)
+    return [_row(cell, cells.get((method, "none", *rest))) for (method, _, *rest), cell in cells.items()]
 
 
 def _row(cell: list[dict[str, Any]], exact: list[dict[str, Any]] | None) -> dict[str, Any]:
     total = {field: sum(record[field] for record in cell) for field in SUMMED}
     tokens = sum(len(record["tokens"]) for record in cell)
     scores = _by_prompt(cell)
-    row = {name: cell[0].get(name) for name in ("method", "relaxation", "task", "metric", "batch")}
+    row = {name: cell[0].get(name) for name in (*POINT, "task", "metric", "batch")}
     row |= {"requests": len(cell), "prompts": len(scores), "seeds": len({record["seed"] for record in cell})}
     row |= dict(zip(("score", "score_low", "score_high"), bootstrap(list(scores.values())), strict=True))
-    row |= {"difference": None, "difference_low": None, "difference_high": None}
-    if exact is not None and exact is not cell:
-        baseline = _by_prompt(exact)
-        both = [prompt for prompt in scores if prompt in baseline]
-        if both:
-            pairs = paired_bootstrap([scores[prompt] for prompt in both], [baseline[prompt] for prompt in both])
-            row |= dict(zip(("difference", "difference_low", "difference_high"), pairs, strict=True))
+    row |= dict.fromkeys(COMPARED) | (_against(cell, exact) if exact is not None and exact is not cell else {})
     blend = all(record["weight"] is not None for record in cell)
     drafted, accepted = (_by_depth(cell, f"{name}_by_depth") for name in ("drafted", "accepted"))
     return row | {
@@ -248,6 +249,24 @@ def _row(cell: list[dict[str, Any]], exact: list[dict[str, Any]] | None) -> dict
         "tokens_per_text": _ratio(tokens, len(cell)),
         "acceptance_by_depth": [_ratio(*counts) for counts in zip_longest(accepted, drafted, fillvalue=0)],
     }
+
+
+COMPARED = ("difference", "difference_low", "difference_high", "better", "worse", "mcnemar", "text_p")
+
+
+def _against(cell: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a point is beside exact decoding of the prompts that both have: the COMPARED figures."""
+    scores, baseline = _by_prompt(cell), _by_prompt(exact)
+    both = [prompt for prompt in scores if prompt in baseline]
+    if not both:
+        return {}
+    values, before = ([side[prompt] for prompt in both] for side in (scores, baseline))
+    figures = list(paired_bootstrap(values, before))
+    binary = all(record["score"] in (0, 1) for record in (*cell, *exact))
+    figures += mcnemar(values, before) if binary else [None] * 3
+    kept = set(both)
+    texts = [[(r["prompt"], r["tokens"]) for r in side if r["prompt"] in kept] for side in (cell, exact)]
+    return dict(zip(COMPARED, [*figures, same_texts(*texts)], strict=True))
 
 
 def _by_prompt(cell: list[dict[str, Any]]) -> dict[int, float]:

@@ -6,23 +6,29 @@ better one; where the line nowhere reaches it, the speed of its point of highest
 speed and this one is bootstrapped by prompt, all points on the same resampled prompts, so that both the learned point
 and the line it is compared with vary. Below, `better` is an interval above 0, `worse` one below 0, else `not shown`.
 
+Whoever looks at several learned points and tells of the best is wrong more often than at one: the interval that decides
+is then corrected for their number (Bonferroni: level 5 % / number). A point that was chosen on other prompts needs no
+correction. Points are compared at the same method, temperature and draft length only.
+
 Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy
 
 from ..verifier.relax import parse
+from .figure import describe
+from .quality import RESAMPLES, resampled
 
 SPEEDS = {"tokens per target call": ("tokens", "target_calls"), "step acceptance": ("acceptance", "positions")}
-CHUNK = 500  # resamples at a time
-POWER = 1.96 + 0.8416  # of a two-sided 5 % test that finds a true difference in 80 % of trials
+LEVEL, POWER = 0.05, 0.8  # of a two-sided test, and of the trials that should find a true difference
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,15 @@ class Statement:
     speed: a key of SPEEDS; learned: the learned point's; static: that of static blending at the same quality.
     quality: the learned point's mean score.
     difference, low, high: learned - static with a 95 % percentile interval.
-    verdict: better, worse or not shown; prompts_needed: that would show this difference in 80 % of trials, or None.
+    looked, corrected_low, corrected_high: learned points looked at on these prompts, and the interval corrected for it.
+    verdict: of the corrected interval: better, worse or not shown; prompts_needed: that would show this difference in
+        80 % of trials, or None.
     """
 
     method: str
     relaxation: str
+    temperature: float | None
+    draft_length: int | None
     speed: str
     quality: float
     learned: float
@@ -44,31 +54,104 @@ class Statement:
     difference: float
     low: float
     high: float
+    looked: int
+    corrected_low: float
+    corrected_high: float
     verdict: str
     prompts: int
     prompts_needed: int | None
 
     def __str__(self) -> str:
         more = "" if self.prompts_needed is None else f" (about {self.prompts_needed} prompts would show it)"
+        at = corrected = ""
+        if self.temperature is not None:
+            at = f" at temperature {self.temperature:g}, draft length {self.draft_length}"
+        if self.looked > 1:
+            corrected = (
+                f", [{self.corrected_low:+.3f}, {self.corrected_high:+.3f}] corrected for {self.looked} learned points"
+            )
         return (
-            f"{self.method} {self.relaxation}: {self.verdict}{more} than static blending of the same quality "
+            f"{self.method} {self.relaxation}{at}: {self.verdict}{more} than static blending of the same quality "
             f"({self.quality:.4f}) in {self.speed}: {self.learned:.3f} against {self.static:.3f}, difference "
-            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {self.prompts} prompts"
+            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}, {self.prompts} prompts"
         )
 
 
-def statements(
-    records: Sequence[dict[str, Any]], method: str, relaxation: str, resamples: int = 10_000, seed: int = 0
+def every_statement(
+    records: Sequence[dict[str, Any]], chosen: Sequence[str] = (), resamples: int = RESAMPLES, seed: int = 0
 ) -> list[Statement]:
+    """Both comparisons of every learned point that static points of its method, temperature and draft length allow.
+
+    chosen: relaxations that were chosen on other prompts: they are corrected for their own number only.
+    """
+    points = list(dict.fromkeys(map(_point, records)))
+    found = []
+    for method, relaxation, temperature, length in points:
+        beside = [other for other in points if _group(other) == (method, temperature, length)]
+        if is_learned(relaxation) and sum(static_weight(other[1]) is not None for other in beside) > 1:
+            looked = learned_points(points, relaxation, chosen)
+            found += statements(records, method, relaxation, temperature, length, looked, resamples, seed)
+    return found
+
+
+def is_learned(relaxation: str) -> bool:
+    """Whether a relaxation is a trained gate: a bundle, not a gate given as code."""
+    return describe(relaxation)[0] == "learned"
+
+
+def learned_points(points: Sequence[tuple], relaxation: str, chosen: Sequence[str]) -> int:
+    """How many learned points are looked at together with this one; points begin with (method, relaxation)."""
+    return sum(is_learned(other) and (other in chosen) == (relaxation in chosen) for _, other, *_ in points)
+
+
+def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] = ()) -> str:
+    """What a point of a sweep is compared with, in words; a point is (method, relaxation, temperature, length)."""
+    points = list(dict.fromkeys(other[:4] for other in points))
+    beside = [other[1] for other in points if _group(other) == _group(point)]
+    if point[1] == "none":
+        return "nothing, the others are compared with it"
+    words = ["none, paired by prompt"] if "none" in beside else ["nothing; add the relaxation none"]
+    statics = sum(static_weight(other) is not None for other in beside)
+    if is_learned(point[1]) and statics > 1:
+        looked = learned_points(points, point[1], chosen)
+        words.append(f"the line of {statics} static points" + (f", one of {looked} learned points" * (looked > 1)))
+    elif is_learned(point[1]):
+        words.append("no static line; add several ensemble:w")
+    return "; ".join(words)
+
+
+def _point(record: dict[str, Any]) -> tuple[str, str, float | None, int | None]:
+    return record["method"], record["relaxation"], record.get("temperature"), record.get("draft_length")
+
+
+def _group(point: tuple) -> tuple:
+    """(method, temperature, draft_length): points are compared within it."""
+    return point[0], *point[2:4]
+
+
+def statements(
+    records: Sequence[dict[str, Any]], method: str, relaxation: str, temperature: float | None = None,
+    draft_length: int | None = None, looked: int = 1, resamples: int = RESAMPLES, seed: int = 0,
+) -> list[Statement]:  # fmt: skip
     """Both comparisons of one learned point with the static points of the same method among the records.
 
     records: lines of results.jsonl. Only prompts that every point has are used; a prompt's seeds are pooled.
+    temperature, draft_length: of the point, where the records have several.
+    looked: learned points looked at on these prompts, whose number the verdict's interval is corrected for.
     """
+    groups = {_group(_point(record)) for record in records if record["method"] == method}
+    asked = {1: temperature, 2: draft_length}
+    groups = [group for group in groups if all(value in (None, group[i]) for i, value in asked.items())]
+    if len(groups) > 1:
+        raise ValueError(
+            f"{method} was measured at {len(groups)} pairs of temperature and draft length; name one with `temperature`"
+            " and `draft_length`"
+        )
     cells: dict[str, dict[int, list[dict]]] = {}
     for record in records:
-        if record["method"] == method:
+        if _group(_point(record)) in groups:
             cells.setdefault(record["relaxation"], {}).setdefault(record["prompt"], []).append(record)
-    statics = sorted((weight, name) for name in cells if (weight := _static_weight(name)) is not None)
+    statics = sorted((weight, name) for name in cells if (weight := static_weight(name)) is not None)
     if relaxation not in cells:
         raise ValueError(f"no results of {method} with {relaxation}; measured are {', '.join(cells) or 'none'}")
     if len(statics) < 2:
@@ -77,21 +160,22 @@ def statements(
     prompts = sorted(set.intersection(*(set(cells[name]) for name in names)))
     if len(prompts) < 2:
         raise ValueError(f"{relaxation} and the static points share {len(prompts)} prompts; measure them on the same")
-    tables = {column: _table([cells[name] for name in names], prompts, column) for column in COLUMNS}
-    return [_compare(method, relaxation, speed, tables, resamples, seed) for speed in SPEEDS]
+    tables = {column: table([cells[name] for name in names], prompts, column) for column in COLUMNS}
+    point = (method, relaxation, *groups[0][1:])
+    return [_compare(point, speed, tables, looked, resamples, seed) for speed in SPEEDS]
 
 
 COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
 
 
-def _static_weight(relaxation: str) -> float | None:
+def static_weight(relaxation: str) -> float | None:
     """The constant share of a static point; none is 0. None for learned points and for rules that are no blend."""
     rule = parse(relaxation)
     plain = rule.budget is None and rule.blend == "probabilities"
     return rule.constant if plain and rule.name in ("none", "ensemble") else None
 
 
-def _table(cells: Sequence[dict[int, list[dict]]], prompts: Sequence[int], column: str) -> numpy.ndarray:
+def table(cells: Sequence[dict[int, list[dict]]], prompts: Sequence[int], column: str) -> numpy.ndarray:
     """[points, prompts]: the mean score of a prompt's texts, or the sum of another column over them."""
 
     def value(texts: list[dict]) -> float:
@@ -104,51 +188,55 @@ def _table(cells: Sequence[dict[int, list[dict]]], prompts: Sequence[int], colum
 
 
 def _compare(
-    method: str, relaxation: str, speed: str, tables: dict[str, numpy.ndarray], resamples: int, seed: int
+    point: tuple, speed: str, tables: dict[str, numpy.ndarray], looked: int, resamples: int, seed: int
 ) -> Statement:
-    part, whole = SPEEDS[speed]
-    chosen = {"score": tables["score"], "part": tables[part], "whole": tables[whole]}
-    count = chosen["score"].shape[1]
-    quality, speeds = _points(chosen, numpy.ones((1, count)))
-    static = static_speed(quality[0, 0], quality[0, 1:], speeds[0, 1:])
-    drawn = [
-        one_speed[0] - static_speed(one[0], one[1:], one_speed[1:])
-        for weights in _resampled(count, resamples, seed)
-        for one, one_speed in zip(*_points(chosen, weights), strict=True)
-    ]
-    difference = float(speeds[0, 0] - static)
-    low, high = (float(bound) for bound in numpy.percentile(drawn, [2.5, 97.5]))
-    verdict = "better" if low > 0 else "worse" if high < 0 else "not shown"
+    count = tables["score"].shape[1]
+    quality, speeds = _points(tables, speed, numpy.ones((1, count)))
+    static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
+    drawn = differences(tables, speed, resamples, seed)
+    difference = float(speeds[0, 0] - static[0])
+    tails = 100 * LEVEL / 2 / numpy.array([1, looked])
+    (low, corrected_low), (high, corrected_high) = (
+        map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
+    )
+    verdict = "better" if corrected_low > 0 else "worse" if corrected_high < 0 else "not shown"
     needed = None
     if verdict == "not shown" and difference:
-        needed = math.ceil(count * (POWER * float(numpy.std(drawn)) / difference) ** 2)
+        wanted = NormalDist().inv_cdf(1 - LEVEL / 2 / looked) + NormalDist().inv_cdf(POWER)
+        needed = math.ceil(count * (wanted * float(numpy.std(drawn)) / difference) ** 2)
     return Statement(
-        method, relaxation, speed, float(quality[0, 0]), float(speeds[0, 0]), float(static), difference, low, high,
-        verdict, count, needed,
+        *point, speed, float(quality[0, 0]), float(speeds[0, 0]), float(static[0]), difference, low, high, looked,
+        corrected_low, corrected_high, verdict, count, needed,
     )  # fmt: skip
 
 
-def _points(tables: dict[str, numpy.ndarray], weights: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+def differences(tables: dict[str, numpy.ndarray], speed: str, resamples: int, seed: int) -> numpy.ndarray:
+    """[resamples] learned speed minus that of static blending at the same quality, on resampled prompts.
+
+    tables: one [points, prompts] a column, the learned point first, then the static ones in their order.
+    """
+    drawn = []
+    for weights in resampled(tables["score"].shape[1], resamples, seed):
+        qualities, speeds = _points(tables, speed, weights)
+        drawn.append(speeds[:, 0] - static_speed(qualities[:, 0], qualities[:, 1:], speeds[:, 1:]))
+    return numpy.concatenate(drawn)
+
+
+def _points(
+    tables: dict[str, numpy.ndarray], speed: str, weights: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """(qualities, speeds), each [resamples, points]; weights [resamples, prompts], how often each prompt was drawn."""
-    sums = {name: weights @ table.T for name, table in tables.items()}
-    return sums["score"] / weights.sum(1, keepdims=True), sums["part"] / sums["whole"]
+    score, part, whole = (weights @ tables[column].T for column in ("score", *SPEEDS[speed]))
+    return score / weights.sum(1, keepdims=True), part / whole
 
 
-def _resampled(prompts: int, resamples: int, seed: int) -> Iterator[numpy.ndarray]:
-    generator = numpy.random.default_rng(seed)
-    for start in range(0, resamples, CHUNK):
-        size = min(CHUNK, resamples - start)
-        yield generator.multinomial(prompts, numpy.full(prompts, 1 / prompts), size).astype(numpy.float64)
-
-
-def static_speed(quality: float, qualities: numpy.ndarray, speeds: numpy.ndarray) -> float:
-    """The largest speed at `quality` or better on the line through the points [P], in their order; see above."""
-    if qualities.max() < quality:
-        return float(speeds[qualities.argmax()])
-    best = speeds[qualities >= quality].max()
-    before, after = qualities[:-1], qualities[1:]
-    crossing = (before >= quality) != (after >= quality)
-    if crossing.any():
-        share = (quality - before[crossing]) / (after[crossing] - before[crossing])
-        best = max(best, (speeds[:-1][crossing] + share * numpy.diff(speeds)[crossing]).max())
-    return float(best)
+def static_speed(quality: numpy.ndarray, qualities: numpy.ndarray, speeds: numpy.ndarray) -> numpy.ndarray:
+    """[R] the largest speed at `quality` [R] or better on the line through the points [R, P], in their order."""
+    wanted, rows = quality[:, None], numpy.arange(len(quality))
+    at_points = numpy.where(qualities >= wanted, speeds, -numpy.inf).max(1)
+    before, after = qualities[:, :-1], qualities[:, 1:]
+    crossing = (before >= wanted) != (after >= wanted)
+    share = numpy.divide(wanted - before, after - before, out=numpy.zeros_like(before), where=crossing)
+    between = numpy.where(crossing, speeds[:, :-1] + share * numpy.diff(speeds, axis=1), -numpy.inf).max(1)
+    reached = qualities.max(1) >= quality
+    return numpy.where(reached, numpy.maximum(at_points, between), speeds[rows, qualities.argmax(1)])
