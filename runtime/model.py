@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,6 +225,8 @@ def quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    # What peft calls of transformers and should not any more is theirs to settle.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def make_pair(target, draft, tokenizer, names: tuple[str, str] = ("target", "draft")) -> Pair:
