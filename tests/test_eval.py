@@ -3,7 +3,9 @@
 import json
 import math
 import random
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from diversed.eval.command import evaluate
 from diversed.eval.figure import describe, frontier
 from diversed.eval.speed import read_results, score_positions, summarise
+from diversed.eval.sweep import cell_of
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
 
@@ -38,6 +41,12 @@ def models(tmp_path_factory):
         LlamaForCausalLM(config).save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Figures cost more than the runs they show; those of the fixtures that many tests share are drawn."""
+    monkeypatch.setattr("diversed.eval.report.frontier", lambda rows, out: out)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +218,106 @@ def test_a_run_cut_at_any_byte_continues_to_the_same_texts(finished, options, tm
     (tmp_path / "results.jsonl").write_bytes(whole[: int(where * len(whole))])
     (tmp_path / "eval.json").write_bytes((finished / "eval.json").read_bytes())
     evaluate(out=str(tmp_path), **options)
-    assert sorted(map(json.dumps, texts(tmp_path))) == sorted(map(json.dumps, texts(finished)))
+    assert texts(tmp_path) == texts(finished)
+
+
+SWEEP = {"methods": ["token", "plain"], "temperatures": [1.0, 0.7], "draft_lengths": [2, 3], "seeds": [4]}
+
+
+@pytest.fixture(scope="module")
+def swept(options, tmp_path_factory):
+    out = tmp_path_factory.mktemp("swept") / "eval"
+    evaluate(out=str(out), **options | SWEEP)
+    return out
+
+
+def test_a_sweep_decodes_every_cell_once_and_plain_once_a_temperature(swept, options):
+    cells = list(dict.fromkeys(map(cell_of, texts(swept))))
+    drafted = {
+        ("token", relaxation, t, n, 4) for relaxation in options["relaxations"] for t in (1, 0.7) for n in (2, 3)
+    }
+    assert set(cells) == drafted | {("plain", "none", t, 0, 4) for t in (1, 0.7)}
+    assert len(texts(swept)) == 11 * len(cells)
+    pictures = sorted(path.name for path in swept.glob("*.png"))
+    assert pictures == ["frontier-T0.7-L2.png", "frontier-T0.7-L3.png", "frontier-T1-L3.png", "frontier.png"]
+
+
+def test_a_cell_of_a_sweep_is_the_run_with_its_temperature_and_draft_length(swept, options, tmp_path):
+    evaluate(out=str(tmp_path), **options | {"sampling": Sampling(temperature=0.7), "draft_length": 2, "seeds": [4]})
+    mine = [line for line in texts(swept) if cell_of(line)[0::2] == ("token", 0.7, 4) and line["draft_length"] == 2]
+    assert texts(tmp_path) == mine and len(mine) == 22
+
+
+def test_exact_decoding_is_what_a_point_of_its_temperature_and_draft_length_is_compared_with(swept):
+    rows = {
+        (row["relaxation"], row["temperature"], row["draft_length"]): row for row in summarise(swept / "results.jsonl")
+    }
+    for (relaxation, temperature, length), row in rows.items():
+        if relaxation != "none":
+            exact = rows["none", temperature, length]
+            assert row["difference"] == pytest.approx(row["score"] - exact["score"]) and 0 < row["text_p"] <= 1
+
+
+def unmeasured(path):
+    """The bytes of a file of results, its measured seconds set to 0."""
+    lines = path.read_text().splitlines()
+    return "".join(json.dumps(json.loads(line) | {"seconds": 0}) + "\n" for line in lines)
+
+
+def test_processes_that_share_a_sweep_end_with_the_bytes_of_one(finished, options, tmp_path, capsys):
+    for index in (2, 0, 1):
+        evaluate(out=str(tmp_path), **options, num_shards=3, shard_index=index)
+        assert (tmp_path / "results.jsonl").exists() == (index == 1)
+    assert unmeasured(tmp_path / "results.jsonl") == unmeasured(finished / "results.jsonl")
+    assert (tmp_path / "eval.json").read_bytes() == (finished / "eval.json").read_bytes()
+    printed = capsys.readouterr().out
+    assert "results.2-of-3.jsonl: this part is complete; the last process to finish writes" in printed
+    assert "1 - TV(draft, relaxed target)" in printed
+
+
+def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, options, tmp_path):
+    code = (
+        "from diversed.eval.command import evaluate; from diversed.data.tasks import DataOptions; "
+        f"evaluate(out={str(tmp_path)!r}, num_shards=2, shard_index=0, "
+        f"**{ {**options, 'data': None}!r} | {{'data': {options['data']!r}}})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    part = tmp_path / "results.0-of-2.jsonl"
+    while not part.exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert part.exists() and not (tmp_path / "results.jsonl").exists()
+    evaluate(out=str(tmp_path), **options, num_shards=2, shard_index=1)
+    part.write_bytes(part.read_bytes()[:-100])
+    evaluate(out=str(tmp_path), **options, num_shards=2, shard_index=0)
+    assert unmeasured(tmp_path / "results.jsonl") == unmeasured(finished / "results.jsonl")
+
+
+def test_lines_of_an_older_version_have_the_settings_temperature_and_draft_length(finished, options, tmp_path):
+    lines = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    older = [{k: v for k, v in line.items() if k not in ("temperature", "draft_length")} for line in lines]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
+    unknown = read_results(tmp_path / "results.jsonl")
+    assert {(line["temperature"], line["draft_length"]) for line in unknown} == {(None, None)}
+    (tmp_path / "eval.json").write_bytes((finished / "eval.json").read_bytes())
+    assert read_results(tmp_path / "results.jsonl") == lines
+    evaluate(out=str(tmp_path), **options)
+    assert texts(tmp_path) == texts(finished)
+
+
+def test_a_dry_run_says_what_would_be_decoded_and_writes_nothing(finished, options, tmp_path, capsys):
+    out = tmp_path / "new"
+    evaluate(out=str(out), **options, dry_run=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "22 texts to decode of 22" in printed and "estimated from a probe of 4 texts of token none" in printed
+    assert not out.exists()
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    evaluate(out=str(finished), **options | {"relaxations": ["ensemble:0.5", "ensemble:0.9"]}, dry_run=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "11 texts to decode of 22" in printed and "estimated from 22 texts decoded before" in printed
+    assert "none, paired by prompt" in printed
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options, tmp_path):
@@ -225,8 +333,12 @@ def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"draft_length": 4}, "begun with `draft_length` 3, now it is 4"),
-        ({"sampling": Sampling(temperature=0.5)}, "begun with `sampling`"),
+        ({"batch": 5}, "begun with `batch` 4, now it is 5"),
+        ({"sampling": Sampling(top_p=0.5)}, "begun with `sampling`"),
+        ({"temperatures": []}, "`temperatures` is empty"),
+        ({"temperatures": [-1.0]}, "temperature` must be 0 or a finite number"),
+        ({"draft_lengths": [3, 0]}, "`draft_lengths` must be at least 1, got 0"),
+        ({"num_shards": 2, "shard_index": 2}, "`shard_index` must lie in 0..1"),
         ({"methods": []}, "`methods` is empty"),
         ({"methods": ["tokne"]}, "token"),
         ({"relaxations": ["ensemble:2"]}, "weight must lie in"),
