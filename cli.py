@@ -26,6 +26,8 @@ COMMANDS = {
     "distill": ("train.adapters", "distill", "fine-tune a draft to its target, on texts of the target itself"),
     "export": ("export.command", "export", "make a bundle of a trained gate: a folder that decoding can use"),
     "eval": ("eval.command", "evaluate", "measure quality and speed of methods and relaxations on held-out prompts"),
+    "calibrate": ("eval.calibrate", "calibrate", "choose a bundle's bias: quality drops by no more than a limit"),
+    "report": ("eval.page", "command", "write one HTML page of a run, or of several compared"),
     "decode": ("runtime.command", "decode_command", "write a text, with statistics"),
     "bench": ("benchmarks.command", "bench", "run a benchmark by its name and print its table"),
     "selfcheck": ("verifier.selfcheck", "selfcheck", "check that a verification method obeys its law on this machine"),

@@ -157,11 +157,16 @@ def _label(x: float, y: float, point: Point, taken: list[Box]) -> Markup:
             outside = box[0] < LEFT or box[2] > WIDTH or box[1] < TOP - 8 or box[3] > HEIGHT - BOTTOM
             cost = sum(_shared(box, other) for other in taken) + distance + 1e6 * outside
             if best is None or cost < best[0]:
-                best = cost, box
-    box = best[1]
+                best = cost, box, distance
+    _, box, distance = best
     taken.append(box)
-    return tag("text", point.label, x=f"{box[0] + 2:.1f}", y=f"{(box[1] + box[3]) / 2 + 4:.1f}",
-               class_=f"k-{point.kind}")  # fmt: skip
+    lead = None
+    if distance > 12:  # too far to be taken for granted
+        end = box[0] if box[0] > x else box[2] if box[2] < x else x
+        lead = tag("path", d=f"M{x},{y}L{end:.1f},{(box[1] + box[3]) / 2:.1f}", class_=f"lead k-{point.kind}")
+    words = tag("text", point.label, x=f"{box[0] + 2:.1f}", y=f"{(box[1] + box[3]) / 2 + 4:.1f}",
+                class_=f"k-{point.kind}")  # fmt: skip
+    return tag("g", lead, words)
 
 
 def _along(corners: list[tuple[float, float]]) -> list[Box]:

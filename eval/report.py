@@ -11,15 +11,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .facts import RESULTS, remember
 from .figure import frontier
 from .speed import SETTINGS, summarise
 
-RESULTS, FIGURE = "results.jsonl", "frontier.png"
+FIGURE = "frontier.png"
 
 
 def report(folder: str | Path, console: Console | None = None) -> list[dict[str, Any]]:
-    """Print the table and draw the figure of a folder of results; returns the rows."""
+    """Print the table, draw the figure and write down the command of a folder of results; returns the rows."""
     folder = Path(folder)
+    remember(folder)
     rows = summarise(folder / RESULTS)
     settings = json.loads((folder / SETTINGS).read_text())
     console = console or Console()

@@ -1,0 +1,176 @@
+"""What the files of a run folder say, for the report page. Nothing here looks outside the folder or loads a model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..data.files import read_settings, write_whole
+from ..data.traces import sha256
+from .quality import resampled
+from .speed import POINT, SETTINGS, read_results, summarise
+from .statement import SPEEDS, Statement, every_statement
+
+RESULTS, COMMANDS, TOKENS = "results.jsonl", "commands.json", "tokens.json"
+NEEDED = {"target": dict, "draft": dict, "task": str, "data": dict, "split": str, "prompts": int, "seed": int}
+NEEDED |= {"sampling": dict, "max_prompt_tokens": int, "batch": int, "dtype": str, "device": str, "threads": int}
+LISTED = ("*.json", "*.jsonl", "*.png", "bundle*/*", "train/train.json", "train/head.safetensors")
+LISTED += ("traces/manifest.json", "round-*/t*/train.json", "round-*/t*/head.safetensors", "round-*/t*/manifest.json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder of results.
+
+    name:     distinguishes it from the other runs of a page.
+    rows:     those of `summarise` with `run`, and a 95 % interval by prompt of tokens_per_call and step_acceptance.
+    cards:    relaxation source -> card of its bundle, where the folder holds that very head; folders: where.
+    commands: entries of COMMANDS, [] where no one wrote any down. manifest, training: of traces and head, or None.
+    """
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    records: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+    statements: list[Statement]
+    folders: dict[str, Path]
+    cards: dict[str, dict[str, Any]]
+    commands: list[dict[str, Any]]
+    manifest: dict[str, Any] | None
+    training: dict[str, Any] | None
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Every folder's facts; ValueError or OSError with one sentence where one is no run."""
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"`runs` names a folder twice: {', '.join(map(str, paths))}; name each once")
+    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def remember(folder: Path) -> None:
+    """Add the command that runs now, with machine and versions, to COMMANDS, unless it is there."""
+    from ..benchmarks.command import machine, versions
+
+    program = Path(sys.argv[0]).name
+    words = ["diversed" if program == "__main__.py" else program, *sys.argv[1:]]
+    entry = {"command": shlex.join(words), "machine": machine(), "versions": versions()}
+    known = _listed(folder / COMMANDS)
+    if entry not in [{name: old.get(name) for name in entry} for old in known]:
+        known.append({**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}"})
+        write_whole(folder / COMMANDS, json.dumps(known, indent=1) + "\n")
+
+
+def _read(folder: Path, name: str) -> Run:
+    from ..export.bundle import read_card
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; name one that `diversed eval` or `diversed run` wrote")
+    records = read_results(folder / RESULTS)
+    if not records:
+        raise ValueError(f"{folder / RESULTS} holds no result yet; run `diversed eval` to its end first")
+    if not (folder / SETTINGS).is_file():
+        raise FileNotFoundError(f"{folder / SETTINGS} does not exist; `diversed eval` writes it")
+    settings = read_settings(folder / SETTINGS, "folder")
+    if bad := [key for key, kind in NEEDED.items() if not isinstance(settings.get(key), kind)]:
+        raise ValueError(f"{folder / SETTINGS} lacks {', '.join(bad)}; run `diversed eval` again, to another folder")
+    rows = summarise(records)
+    rows = [row | {"run": name} | ends for row, ends in zip(rows, _intervals(rows, records), strict=True)]
+    heads = settings.get("heads") if isinstance(settings.get("heads"), dict) else {}
+    places = {source: folder / Path(source).name for source in heads}
+    held = {source: place for source, place in places.items() if head_checksum(place) == heads[source]}
+    return Run(
+        name=name, folder=folder, settings=settings, records=records, rows=rows,
+        statements=every_statement(records, settings.get("chosen") or ()), folders=held,
+        cards={source: read_card(place) for source, place in held.items()}, commands=_listed(folder / COMMANDS),
+        manifest=_object(folder / "traces" / "manifest.json"), training=_object(folder / "train" / "train.json"),
+    )  # fmt: skip
+
+
+def _intervals(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Ends of the 95 % intervals of both speeds of every row, prompts resampled with their seeds."""
+    sums: dict[tuple, dict[int, numpy.ndarray]] = {tuple(row[name] for name in POINT): {} for row in rows}
+    for record in records:
+        mine = sums[tuple(record[name] for name in POINT)]
+        values = (len(record["tokens"]), *(record[name] for name in ("target_calls", "acceptance", "positions")))
+        mine[record["prompt"]] = mine.get(record["prompt"], 0) + numpy.array(values, dtype=numpy.float64)
+    tables = [numpy.array(list(mine.values())) for mine in sums.values()]
+    ends: list[dict[str, float]] = [{} for _ in rows]
+    for count in {len(table) for table in tables}:
+        members = [index for index, table in enumerate(tables) if len(table) == count]
+        beside = numpy.concatenate([tables[index] for index in members], 1)
+        drawn = numpy.concatenate([weights @ beside for weights in resampled(count)]).reshape(-1, len(members), 2, 2)
+        with numpy.errstate(invalid="ignore", divide="ignore"):
+            low, high = numpy.percentile(drawn[..., 0] / drawn[..., 1], [2.5, 97.5], axis=0)
+        for number, index in enumerate(members):
+            for column, name in enumerate(("tokens_per_call", "step_acceptance")):
+                bounds = float(low[number, column]), float(high[number, column])
+                ends[index] |= dict(zip((f"{name}_low", f"{name}_high"), bounds, strict=True))
+    return ends
+
+
+def best_point(run: Run) -> dict[str, Any] | None:
+    """The row of the learned point that gains most over static blending of its quality, by its interval's lower end.
+
+    The operating point of a calibrated bundle comes first; without any statement the first learned point.
+    """
+    from .figure import describe
+
+    learned = [row for row in run.rows if describe(row["relaxation"])[0] == "learned" and row["method"] != "plain"]
+    calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
+    gains = {_point(one): one.low for one in run.statements if one.speed == next(iter(SPEEDS))}
+    ranked = sorted(calibrated or learned, key=lambda row: -gains.get(tuple(row[name] for name in POINT), -numpy.inf))
+    return ranked[0] if ranked else None
+
+
+def _point(statement: Statement) -> tuple:
+    return tuple(getattr(statement, name) for name in POINT)
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the folders apart."""
+    parts = [path.resolve().parts for path in folders]
+    for count in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def files(run: Run) -> list[tuple[str, int, str]]:
+    """(path, bytes, sha256) of what the folder holds: not traces, which the manifest lists, nor pages."""
+    found = sorted({path for pattern in LISTED for path in run.folder.glob(pattern) if path.is_file()})
+    shown = [path for path in found if not path.name.startswith(".")]
+    return [(path.relative_to(run.folder).as_posix(), path.stat().st_size, sha256(path)) for path in shown]
+
+
+def head_checksum(bundle: Path) -> str | None:
+    """Of the bundle's head; None where there is none."""
+    path = bundle / "head.safetensors"
+    return sha256(path) if path.is_file() else None
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    return read_settings(path, "folder") if path.is_file() else None
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """The entries of COMMANDS."""
+    if not path.is_file():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, the commands so far are lost") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{path} is damaged (it holds no list of objects); delete it, the commands so far are lost")
+    return entries

@@ -1,0 +1,361 @@
+"""The report page: escaped whatever the texts hold, complete in itself, the same bytes twice, the record's numbers."""
+
+import json
+import random
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy
+import pytest
+import torch
+from diversed import cli
+from diversed.eval.charts import HEIGHT, WIDTH, Line, Point, Scale, lines, scatter
+from diversed.eval.facts import COMMANDS, TOKENS, read_runs, remember
+from diversed.eval.markup import Markup, tag
+from diversed.eval.page import page, write_page
+from diversed.eval.quality import bootstrap
+from diversed.eval.speed import read_results, score_positions
+from diversed.eval.tokens import FIELDS, numbers_of
+from diversed.runtime.model import load_pair
+from diversed.runtime.sampling import Sampling
+from diversed.verifier.head import WeightHead
+from diversed.verifier.relax import parse
+
+EVIL = "\"'><script>alert(1)</script><img src=//x onerror=alert(2)>&amp;\ud800\x00"
+VOID = {"meta", "link", "br"}
+
+
+class Reader(HTMLParser):
+    """Every element of a page with its attributes; an error where one is not closed."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.elements, self.open, self.words = [], [], []
+        self.feed(source)
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data)
+
+    def attributes(self, key):
+        return [attributes[key] for _, attributes in self.elements if key in attributes]
+
+
+def record(relaxation, prompt, score, calls=4, **values):
+    base = {"method": "token", "relaxation": relaxation, "seed": 0, "prompt": prompt, "score": score, "task": "made"}
+    base |= {"metric": "points", "tokens": [1] * 12, "drafted": 20, "accepted": 8, "target_calls": calls, "id": "a row"}
+    base |= {"positions": 12, "acceptance": 9.0 + calls / 10, "bias": 0.4, "weight": 1.0, "target_logprob": -8.0}
+    base |= {"substitutions": 0.3, "seconds": 0.5, "batch": 4, "temperature": 1.0, "draft_length": 5, "text": "a text"}
+    return base | {"drafted_by_depth": [4, 4, 4], "accepted_by_depth": [4, 3, 1]} | values
+
+
+SETTINGS = {
+    "target": {"name": "nowhere/target", "hash": "aa"}, "draft": {"name": "nowhere/draft", "hash": "bb"},
+    "task": "made", "data": {}, "source": "a file", "split": "test", "prompts": 6, "draft_length": 5,
+    "sampling": {"temperature": 1.0},
+    "max_prompt_tokens": 9, "max_new_tokens": 12, "batch": 4, "seed": 0, "dtype": "torch.float32", "device": "cpu",
+    "threads": 1, "heads": {},
+}  # fmt: skip
+
+
+def made(folder, bundle="nowhere/bundle", settings=None, **values):
+    """A run folder with exact decoding, static blends and a learned point that is faster at equal quality."""
+    draws = random.Random(0)
+    points = {"none": (1.0, 6), "ensemble:0.3": (0.6, 5), "ensemble:0.6": (0.3, 4), bundle: (0.9, 3)}
+    records = [
+        record(relaxation, prompt, float(draws.random() < share), calls, **values)
+        for relaxation, (share, calls) in points.items()
+        for prompt in range(6)
+    ]
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (folder / "eval.json").write_text(json.dumps(SETTINGS | (settings or {})))
+    return folder
+
+
+def written(*folders, **options):
+    return write_page(runs=[str(folder) for folder in folders], **options).read_text(encoding="utf-8")
+
+
+def test_strings_are_text_and_only_tags_are_markup():
+    assert tag("p", "<b>", Markup("<i></i>"), [1, None, "&"], class_='a"b') == (
+        '<p class="a&quot;b">&lt;b&gt;<i></i>1&amp;</p>'
+    )
+    assert tag("meta", charset="utf-8", data_v=None, hidden=True) == '<meta charset="utf-8" hidden>'
+    assert tag("p", "\ud800\x00\n") == "<p>?\N{REPLACEMENT CHARACTER}\n</p>"
+
+
+def test_hostile_texts_stay_texts_wherever_they_stand(tmp_path):
+    evil_settings = {name: {"name": EVIL, "hash": EVIL} for name in ("target", "draft")}
+    evil_settings |= {name: EVIL for name in ("task", "split", "source", "dtype", "device")}
+    evil_settings |= {"heads": {EVIL: EVIL}, "sampling": {EVIL: EVIL}, "data": {EVIL: EVIL}}
+    folder = made(tmp_path / "run", EVIL.replace(";", ""), evil_settings, task=EVIL, metric=EVIL, id=EVIL, text=EVIL)
+    (folder / COMMANDS).write_text(json.dumps([{"command": EVIL, "machine": {EVIL: EVIL}, "versions": EVIL}]))
+    (folder / "<script>alert(3)<.json").write_text("{}")
+    run = read_runs([folder])[0]
+    token = dict.fromkeys(FIELDS, 0.5) | {"piece": EVIL, "best": EVIL}
+    shown = {"id": EVIL, "score": 1.0, "before": EVIL, "tokens": [list(token.values())]}
+    kind = {"class": EVIL, "tokens": 1, "weight": 0.5, "distance": 0.5, "cost": 0.5, "other": 1}
+    point = {"method": EVIL, "relaxation": EVIL, "temperature": 1.0, "draft_length": 5}
+    source = page([run], [{"key": {"point": point}, "shown": [shown], "classes": [kind], "counted": 1}])
+    source.encode()
+    read, clean = Reader(source), Reader(written(made(tmp_path / "clean")))
+    assert {name for name, _ in read.elements} <= {name for name, _ in clean.elements} | {"article"}
+    assert [name for name, _ in read.elements].count("script") == 1
+    assert not any(key.startswith("on") for _, attributes in read.elements for key in attributes)
+    assert "<script>alert(3)<.json" in read.words and sum("<script>alert(1)" in words for words in read.words) > 10
+
+
+def test_the_page_needs_nothing_else_and_its_links_and_ids_resolve(tmp_path):
+    source = written(made(tmp_path / "run"))
+    read = Reader(source)
+    identifiers = read.attributes("id")
+    assert len(set(identifiers)) == len(identifiers) > 5
+    assert all(link[1:] in identifiers for link in read.attributes("href") if link != "data:,")
+    assert not read.attributes("src") and "url(" not in source and "@import" not in source
+    (policy,) = (content for content in read.attributes("content") if "src" in content)
+    assert policy.startswith("default-src 'none';")
+
+
+def test_the_page_is_a_function_of_the_files(tmp_path):
+    first = written(made(tmp_path / "run"))
+    assert written(tmp_path / "run") == first
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    (tmp_path / "moved" / "report.html").unlink()
+    assert written(tmp_path / "moved") == first
+
+
+def test_the_verdicts_are_those_of_the_statements(tmp_path):
+    folder = made(tmp_path / "run")
+    run = read_runs([folder])[0]
+    words = " ".join("".join(Reader(written(folder)).words).split())
+    assert len(run.statements) == 2
+    for one in run.statements:
+        assert one.verdict in words and f"in {one.speed}: {one.learned:.3f} against {one.static:.3f}" in words
+    few = made(tmp_path / "few", "ensemble:0.9")
+    assert "No learned point stands beside two or more static ones." in written(few)
+
+
+def test_intervals_of_a_speed_are_the_bootstrap_of_its_mean_where_every_text_has_one_call(tmp_path):
+    folder, draws = made(tmp_path / "run"), random.Random(1)
+    counts = [draws.randrange(1, 30) for _ in range(40)]
+    records = [record("none", prompt, 1.0, 1, tokens=[1] * count) for prompt, count in enumerate(counts)]
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    row = read_runs([folder])[0].rows[0]
+    expected = bootstrap(counts)
+    got = [row[f"tokens_per_call{end}"] for end in ("", "_low", "_high")]
+    assert got == pytest.approx(expected, rel=1e-12)  # the same resamples, sums in another order
+
+
+def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path):
+    from diversed.eval.facts import best_point
+
+    folder = made(tmp_path / "run", "somewhere/bundle")
+    run = read_runs([folder])[0]
+    assert best_point(run)["relaxation"] == "somewhere/bundle"
+    rows = [*run.rows, run.rows[-1] | {"relaxation": "other/calibrated"}]
+    card = {"calibration": {"bias": -1.25, "evidence": {"prompts": 500}}}
+    calibrated = type(run)(**vars(run) | {"rows": rows, "cards": {"other/calibrated": card}})
+    assert best_point(calibrated)["relaxation"] == "other/calibrated"
+    words = Reader(page([calibrated], ["no numbers"])).words
+    assert "Operating point of other/calibrated, chosen by calibration" in words and "-1.25" in words
+
+
+def test_where_models_are_missing_the_page_says_so_in_one_sentence(tmp_path, monkeypatch):
+    def missing(*_):
+        raise OSError("no such model")
+
+    monkeypatch.setattr("diversed.eval.tokens.load_pair", missing)
+    folder = made(tmp_path / "run")
+    assert "which could not be loaded: no such model." in written(folder)
+    assert not (folder / TOKENS).exists()
+    assert "were not asked for" in written(folder, texts=0)
+
+
+def test_several_runs_stand_on_one_frontier_and_are_told_apart(tmp_path):
+    folders = [made(tmp_path / name / "eval", settings={"batch": batch}) for name, batch in (("a", 4), ("b", 16))
+               if (tmp_path / name).mkdir() is None]  # fmt: skip
+    with pytest.raises(ValueError, match="`out` must be given to compare 2 runs"):
+        written(*folders)
+    out = tmp_path / "both.html"
+    source = written(*folders, out=str(out))
+    read = Reader(source)
+    assert out.read_text() == source and source.count("made, token verification</h3>") == 3
+    assert "Tokens/s against batch: made, token verification" in read.words
+    assert {"a/eval", "b/eval", "run", "Settings in which the runs differ"} <= set(read.words)
+    with pytest.raises(ValueError, match="names a folder twice"):
+        written(folders[0], folders[0], out=str(out))
+
+
+def test_temperatures_and_draft_lengths_of_one_run_have_figures_of_their_own(tmp_path):
+    folder = made(tmp_path / "run")
+    records = read_results(folder / "results.jsonl")
+    again = [one | {"temperature": 0.5, "draft_length": 3} for one in records]
+    plain = [one | {"method": "plain", "draft_length": 0} for one in records if one["relaxation"] == "none"]
+    with open(folder / "results.jsonl", "a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in again + plain))
+    heads = re.findall(r"<h3>(made, .*?)</h3>", written(folder))
+    assert heads == [f"made, token verification, {at}" for at in
+                     ("temperature 1, draft length 5", "temperature 0.5, draft length 3")] * 2  # fmt: skip
+
+
+def test_every_cell_of_a_column_sorts_as_what_it_is(tmp_path):
+    read = Reader(written(made(tmp_path / "run")))
+    values = read.attributes("data-v")
+    assert len(values) == 4 * 14 and all(value == "" or float(value) < 1e9 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda folder: shutil.rmtree(folder), "is not a folder; name one that"),
+        (lambda folder: (folder / "results.jsonl").unlink(), "results.jsonl does not exist"),
+        (lambda folder: (folder / "results.jsonl").write_text(""), "holds no result yet"),
+        (lambda folder: (folder / "eval.json").unlink(), "eval.json does not exist"),
+        (lambda folder: (folder / "eval.json").write_text("{"), "eval.json is damaged"),
+        (lambda folder: (folder / "eval.json").write_text("{}"), "lacks target, draft, task"),
+        (lambda folder: (folder / COMMANDS).write_text("3"), "holds no list of objects"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, capsys, damage, sentence):
+    folder = made(tmp_path / "run")
+    damage(folder)
+    assert cli.main(["report", str(folder)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_command_takes_folders_first_and_prints_the_file(tmp_path, capsys):
+    folder = made(tmp_path / "run")
+    assert cli.main(["report", str(folder), "--texts", "0"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert cli.main(["report"]) == 2 and "needs the folder of a run" in capsys.readouterr().err
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "no" / "x")]) == 2
+    assert "`out` must be a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_a_command_is_remembered_once_with_machine_and_versions(tmp_path):
+    for _ in range(2):
+        remember(tmp_path)
+    (entry,) = json.loads((tmp_path / COMMANDS).read_text())
+    assert {"command", "machine", "versions", "date"} == set(entry) and "torch" in entry["versions"]
+
+
+# Figures
+
+
+def labels(svg):
+    """(left, right, baseline) of every label, by the width that the figure reckons with."""
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="k-\w+">(.*?)</text>', svg)
+    return [(float(x), float(x) + 0.57 * 11 * len(words), float(y)) for x, y, words in found]
+
+
+def test_labels_of_a_crowded_frontier_do_not_collide_and_stay_inside():
+    spots = [(2.5 + 0.3 * i, 1 - 0.05 * i, f"0.{i}") for i in range(1, 10)]
+    spots += [(5.6 + 0.06 * i, 0.98 - 0.03 * i, f"attribution, bias {i}") for i in range(4)]
+    points = [Point((x, x - 0.02, x + 0.02), (y, y - 0.03, y + 0.02), "static", 0, name, name) for x, y, name in spots]
+    found = labels(scatter(points, [points[:9]], "x", "y"))
+    assert len(found) == len(points)
+    for index, (left, right, y) in enumerate(found):
+        assert 0 <= left and right <= WIDTH + 1 and 0 < y < HEIGHT
+        for other in found[:index]:
+            assert right <= other[0] or left >= other[1] or abs(y - other[2]) >= 10
+
+
+def test_names_at_the_ends_of_lines_lie_a_line_apart():
+    series = [Line([0.5, 0.9 + i / 1000], "learned", 0, f"bias {i}") for i in range(8)] + [Line([0.1], "exact", 0, "e")]
+    series[-1] = Line([0.1, None], "exact", 0, "exact")
+    heights = sorted(y for *_, y in labels(lines(series, ["1", "2"], "depth", "share")))
+    assert len(heights) == 9 and min(numpy.diff(heights)) > 11 and heights[-1] < HEIGHT
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.4, 6.1), (-3, 7), (0.9762, 0.9871), (0, 12345)])
+def test_ticks_are_round_few_and_inside(low, high):
+    ticks = Scale(low, high, 0, 100).ticks()
+    assert 2 <= len(ticks) <= 7 and low <= ticks[0] and ticks[-1] <= high
+    steps = {f"{b - a:.1e}"[0] for a, b in zip(ticks, ticks[1:], strict=False)}
+    assert steps <= {"1", "2", "5"} and len(steps) == 1
+
+
+# Single tokens
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair()
+
+
+@pytest.mark.parametrize("relaxation", ["ensemble:0.3", "ensemble:0.6;budget=2", "diversed.assets.sums:oracle"])
+def test_numbers_of_single_tokens_add_up_to_those_of_the_text(pair, relaxation):
+    """Weight, cost and log-likelihood of `eval.speed.score_positions`, which is tested against plain forward passes."""
+    prompts, texts = [[5, 9, 30], [7, 41], [12]], [[20, 21, 22, 23], [300, 2], [50, 60, 70, 80, 90, 100]]
+    rule, sampling = parse(relaxation), Sampling(temperature=0.8)
+    found = numbers_of(pair, prompts, texts, rule, sampling)
+    sums = score_positions(pair, prompts, texts, rule, sampling)
+    for numbers, total, text in zip(found, sums, texts, strict=True):
+        assert numbers.shape == (len(text), 7)
+        weight, cost = float(numbers[:, 2].sum()), float(numbers[:, 6].sum())
+        logprob = float(numbers[:, 0].clamp_min(1e-30).log().sum())
+        # float32 rows: about 1e-6 a position
+        assert [weight, cost, logprob] == pytest.approx([total.weight, total.bias, total.target_logprob], abs=3e-5)
+        best = numbers[:, 3].long() == torch.tensor(text)
+        assert bool((numbers[best, 0] == numbers[best, 4]).all()) and bool((numbers[:, 0] <= numbers[:, 4]).all())
+
+
+@pytest.fixture(scope="module")
+def story(pair, tmp_path_factory):
+    """A run folder that the packaged pair and a gate of random weights made, bundle and all."""
+    from diversed.eval.command import evaluate
+    from diversed.export.bundle import write_bundle
+    from diversed.export.card import make_card
+
+    out = tmp_path_factory.mktemp("story") / "run"
+    torch.manual_seed(0)
+    head = WeightHead("logits", draft_hidden=0, target_hidden=0, width=3)
+    models = {
+        role: {"name": f"sums-{role}", "hash": getattr(pair, role).hash, "hidden_size": getattr(pair, role).hidden_size}
+        for role in ("target", "draft")
+    }
+    manifest = models | {"tokenizer": pair.tokenizer_hash, "vocab": pair.vocab, "sampling": vars(Sampling())}
+    manifest |= {"task": "sums", "relaxation": "none"}
+    write_bundle(out / "bundle", head, make_card(head, {"manifest": manifest, "traces_sha256": "d" * 64}, 5, 0.0))
+    relaxations = ["none", "ensemble:0.2", "ensemble:0.6", str(out / "bundle"), "diversed.assets.sums:oracle"]
+    evaluate(out=str(out), prompts=6, batch=6, max_new_tokens=48, relaxations=relaxations)
+    return out
+
+
+def test_a_real_run_shows_its_texts_token_by_token_and_again_without_models(story, tmp_path, monkeypatch):
+    source = written(story, texts=4)
+    assert len(source) < 1_000_000 and (story / TOKENS).is_file()
+    mine = [one for one in read_results(story / "results.jsonl") if one["relaxation"] == str(story / "bundle")]
+    numbers = json.loads((story / TOKENS).read_text())
+    assert sum(one["tokens"] for one in numbers["classes"]) == sum(len(one["tokens"]) for one in mine[:4])
+    for shown, one in zip(numbers["shown"][:3], mine[:3], strict=True):
+        assert "".join(token[0] for token in shown["tokens"]).removesuffix("</s>") == one["text"]
+    cost = sum(one["cost"] for one in numbers["classes"])
+    # kept with four digits
+    assert cost == pytest.approx(sum(one["bias"] for one in mine[:4]), rel=1e-3)
+    hints = Reader(source).attributes("data-i")
+    assert len(hints) == sum(len(shown["tokens"]) for shown in numbers["shown"]) and "target p" in hints[0]
+
+    monkeypatch.setattr("diversed.eval.tokens.load_pair", lambda *_: pytest.fail("the models were loaded again"))
+    shutil.copytree(story, tmp_path / "moved")
+    assert written(tmp_path / "moved", texts=4) == source == written(story, texts=4)
+
+
+def test_texts_of_another_head_are_not_explained_by_this_one(story, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(story, moved)
+    settings = json.loads((moved / "eval.json").read_text())
+    settings["heads"] = {str(story / "bundle"): "0" * 64}
+    (moved / "eval.json").write_text(json.dumps(settings))
+    assert "is not there any more with the head that was measured" in written(moved, texts=2)
