@@ -73,7 +73,19 @@ def load_bundle(
             "differ from its card",
             stacklevel=2,
         )
+    calibration = card.get("calibration")
+    if target is not None and calibration and calibration["bias"] is None:
+        warnings.warn(
+            f"the gate of bundle {folder} is closed, decoding with it is exact: `diversed calibrate` found no bias "
+            f"that is shown to lose at most {calibration['max_quality_drop']:g}",
+            stacklevel=2,
+        )
     return Bundle(head=head, card=card, folder=folder)
+
+
+def add_bias(head: WeightHead, bias: float) -> None:
+    """Add `bias` to the gate's logit for good."""
+    list(head.net.modules())[-1].bias.data += bias
 
 
 def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> Path:

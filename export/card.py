@@ -15,7 +15,18 @@ from .. import __version__
 from ..verifier.head import FEATURES, WeightHead
 
 FORMAT = 1
-MEASURED = ("method", "relaxation", "requests", "score", "score_low", "score_high", "difference", "difference_low")
+MEASURED = (
+    "method",
+    "relaxation",
+    "temperature",
+    "draft_length",
+    "requests",
+    "score",
+    "score_low",
+    "score_high",
+    "difference",
+    "difference_low",
+)
 MEASURED += ("difference_high", "step_acceptance", "accepted_share", "tokens_per_call", "tokens_per_second")
 MEASURED += ("mean_weight", "mean_bias", "substitutions")
 
@@ -58,6 +69,14 @@ def with_frontier(card: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str,
     return card | {"frontier": [{name: row[name] for name in MEASURED} for row in rows]}
 
 
+def with_calibration(card: dict[str, Any], evidence: dict[str, Any]) -> dict[str, Any]:
+    """The card of a bundle whose bias `diversed calibrate` chose; evidence["bias"] None where it closed the gate.
+
+    Figures measured before are dropped: their biases were counted from another gate.
+    """
+    return card | {"bias": card["bias"] + (evidence["bias"] or 0), "calibration": evidence, "frontier": []}
+
+
 def model_card(card: dict[str, Any]) -> str:
     """README.md of a bundle: a Hugging Face model card made from card.json alone."""
     target, draft, head = card["models"]["target"], card["models"]["draft"], card["head"]
@@ -76,6 +95,7 @@ def model_card(card: dict[str, Any]) -> str:
         draft_length=card["draft_length"],
         bias=f"{card['bias']:g}",
         traces=str(card["training"]["traces_sha256"])[:16],
+        calibration=_calibration(card.get("calibration"), card["metric"]),
         cost=_cost(card["frontier"], card["metric"]),
         portable=(
             "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on another pair, untested."
@@ -118,7 +138,7 @@ bundle = load_bundle("THIS_FOLDER", target, draft)  # refuses models it was not 
 
 One knob needs no retraining: `--relaxation "THIS_FOLDER;bias=-1"` is closer to the target, `bias=1` is faster.
 
-## What it costs
+{calibration}## What it costs
 
 {cost}
 
@@ -138,6 +158,34 @@ the extra token. Bias: mean over positions of TV(target, relaxed target). Substi
 text that differ from the target's own."""
 
 
+def _calibration(evidence: dict[str, Any] | None, metric: str) -> str:
+    """The section on how the bias was chosen, "" where it was not."""
+    if evidence is None:
+        return ""
+    limit, level = f"{evidence['max_quality_drop']:g}", f"{evidence['level']:g}"
+    if evidence["bias"] is None:
+        outcome = f"No bias is shown to stay within {limit}: the gate is CLOSED, decoding with it is exact decoding."
+    else:
+        outcome = (
+            f"The gate holds a bias of {evidence['bias']:g}, the largest that is shown to lose at most {limit}; the "
+            f"probability that it loses more is at most {level}. `;bias=` counts from there and is not covered."
+        )
+    lines = [
+        f"Chosen on {evidence['prompts']} prompts of {evidence['task']}, {evidence['split']}, with method "
+        f"{evidence['method']}, by fixed sequence testing (arXiv 2110.01052) of the drop of {metric} against exact "
+        f"decoding. {outcome}",
+        "",
+        "| bias | drop | upper bound | p | |",
+        "|---|---|---|---|---|",
+    ]
+    for found in evidence["tried"]:
+        verdict = "within" if found["passed"] else "not shown"
+        lines.append(
+            f"| {found['bias']:g} | {found['drop']:+.4f} | {found['upper_bound']:.4f} | {found['p']:.2g} | {verdict} |"
+        )
+    return "## How the bias was chosen\n\n" + "\n".join(lines) + "\n\n"
+
+
 def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
     if not frontier:
         return "Not measured yet. `diversed eval` measures it; until then expect nothing from this bundle."
@@ -146,16 +194,19 @@ def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
         "| substitutions |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    points = {(row.get("temperature"), row.get("draft_length")) for row in frontier}
     for row in frontier:
+        at = f" T {row['temperature']:g}, L {row['draft_length']}" if len(points) > 1 else ""
         difference = "-"
         if row["difference"] is not None:
             difference = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
         lines.append(
-            f"| {row['method']} | {_code(row['relaxation'])} | {row['score']:.3f} [{row['score_low']:.3f}, "
+            f"| {row['method']}{at} | {_code(row['relaxation'])} | {row['score']:.3f} [{row['score_low']:.3f}, "
             f"{row['score_high']:.3f}] | {difference} | {row['step_acceptance']:.3f} | {row['tokens_per_call']:.2f} | "
             f"{row['mean_bias']:.3f} | {row['substitutions']:.2f} |"
         )
-    return "\n".join(lines) + f"\n\n{frontier[0]['requests']} texts a row." + _COST_NOTE.format(metric=metric)
+    where = " T: temperature, L: draft length." if len(points) > 1 else ""
+    return "\n".join(lines) + f"\n\n{frontier[0]['requests']} texts a row.{where}" + _COST_NOTE.format(metric=metric)
 
 
 def _header(card: dict[str, Any]) -> str:

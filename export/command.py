@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..verifier.head import WeightHead
-from .bundle import add_frontier, check_sizes, write_bundle
+from .bundle import add_bias, add_frontier, check_sizes, write_bundle
 from .card import make_card
 
 LARGEST_BIAS = 1e30  # float32 ends at 3e38
@@ -50,8 +50,7 @@ def export(
             f"`any_pair` is for gates with features logits; the gate in {train} reads {head.features}, and the hidden "
             "states of other models mean something else"
         )
-    last = list(head.net.modules())[-1]
-    last.bias.data += bias
+    add_bias(head, bias)
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
     write_bundle(out, head, card)
     if results:
