@@ -22,7 +22,7 @@ from .cli import command
 from .runtime.limits import within
 
 # What this story decides: where the stages find each other's results.
-DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out"}}
+DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out", "dry_run"}}
 
 
 def story(
@@ -91,7 +91,8 @@ def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
     from .verifier.relax import parse
 
     parse(gather.relaxation)
-    every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds)
+    at = evaluate.temperatures or [1.0], evaluate.draft_lengths or [evaluate.draft_length]
+    every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds, *at)
 
 
 def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str], blend: str) -> None:
