@@ -298,6 +298,18 @@ def test_a_draft_of_layers_survives_kills_from_the_cut_to_the_saved_model(place,
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_runs_that_are_compared_share_texts_and_cut(place, tmp_path, capsys):
+    settings = {**place[1], "layers": [0, 2], "epochs": 1, "prompts": 8}
+    first = distill(out=str(tmp_path / "kl"), **settings)
+    gathered = (first / "traces/manifest.json").read_bytes()
+    capsys.readouterr()
+    second = distill(out=str(tmp_path / "tv"), **settings, loss="tv", traces=str(first / "traces"))
+    assert "traces are complete, nothing to gather" in capsys.readouterr().out
+    assert (first / "traces/manifest.json").read_bytes() == gathered and not (second / "cut-0-2").exists()
+    assert report(first)["before"]["held_out_acceptance"] == report(second)["before"]["held_out_acceptance"]
+    assert report(first)["hash"] != report(second)["hash"]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ target's on them (Zhou 2023, DistillSpec, arXiv 2310.08461, on the target's text
 stops when step acceptance, 1 - TV, on held-out prompts no longer rises, and the weights of the best epoch are kept.
 
     OUT/traces/          the texts, as `diversed gather` stores them
-    OUT/cut-0-4/         the draft before training, where it is made of layers of the target
+    OUT/cut-0-4/         the draft before training, where it is made of layers of the target; it lies beside traces/
     OUT/settings.json, last.ckpt, metrics.csv   as `diversed train` keeps them; row 0 is the draft before training
     OUT/adapter_model.safetensors, adapter_config.json   a LoRA adapter that peft and transformers read; or, after
     OUT/config.json, model.safetensors, ...     training all weights or layers of the target, a model
@@ -120,11 +120,12 @@ def distill(
             print(f"{folder} is already distilled; choose another --out to do it again")
             return folder
         torch.set_num_threads(threads)
+        texts = Path(traces or folder / "traces")
         if layers:
-            draft = _cut(folder, target, layers, dtype, trust_remote_code)
+            draft = _cut(texts.parent, target, layers, dtype, trust_remote_code)
         shared = dict(target=target, draft=draft, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        texts = gather(
-            out=traces or str(folder / "traces"), task=task, data=data, prompts=prompts, samples=samples,
+        gather(
+            out=str(texts), task=task, data=data, prompts=prompts, samples=samples,
             relaxation="none", sampling=sampling, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
             unit=UNIT, seed=seed, threads=threads, num_shards=1, shard_index=0, **shared,
         )  # fmt: skip
