@@ -170,7 +170,7 @@ def test_tokens_are_handed_out_as_they_are_committed_and_the_end_is_said_once():
 def test_the_soak_reports_growth_and_speed_and_stops_at_statistics_that_do_not_add_up(monkeypatch):
     monkeypatch.setattr(memory, "ROUND", 6)
     growth, speed = memory._soak(("sums-target", "sums-draft"), 1, "traversal", 150, 4, seed=0)
-    assert growth["case"] == "soak traversal, growth" and growth["value"] >= 0 and growth["unit"] == "MB"
+    assert growth["case"] == "soak traversal, growth" and growth["value"] < 20 and growth["unit"] == "MB"
     assert speed["case"] == "soak traversal" and speed["value"] > 0
     engine, request = Engine(tiny_pair(VOCAB), "block", "ensemble:0.5", draft_length=3), Request([2, 3], 0, 20)
     completion = engine.run({0: request})[0]
