@@ -2,6 +2,7 @@
 
     OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
     OUT/train/    what `diversed train` wrote           OUT/results.jsonl  and frontier.png, by `diversed eval`
+    OUT/report.html   what `diversed report` makes of all of them
     OUT/round-1/, round-2/, ... and rounds.json in place of traces/ and train/, with --rounds 2 or more
 
 Every stage notices by itself what it has already done, so the same command again continues where it stopped.
@@ -116,10 +117,11 @@ def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str],
         start = time.monotonic()
         chapter()
         print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
-    _publish(bundle, out / "results.jsonl")
+    _publish(bundle, out, evaluate.get("trust_remote_code", False))
     print(f"\ndone in {_clock(time.monotonic() - began)}")
     for name, meaning in (
         ("results.jsonl", "one line a text"),
+        ("report.html", "everything that was measured, for a browser"),
         ("frontier.png", "quality against tokens per target call"),
         ("bundle", "the gate; diversed decode --relaxation"),
     ):
@@ -149,12 +151,14 @@ def _rounds(
     write(str(train), str(out / "bundle"), bias + asked)
 
 
-def _publish(bundle: str, results: Path) -> None:
-    """The measured figures go on the bundle's card."""
+def _publish(bundle: str, out: Path, trust_remote_code: bool) -> None:
+    """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
+    from .eval.page import write_page
     from .eval.speed import summarise
     from .export.bundle import add_frontier
 
-    add_frontier(bundle, summarise(results))
+    add_frontier(bundle, summarise(out / "results.jsonl"))
+    write_page(runs=[str(out)], trust_remote_code=trust_remote_code)
 
 
 def _chosen(values: dict, parser, file: str) -> dict:

@@ -60,6 +60,8 @@ def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, m
     printed = capfd.readouterr().out
     assert "traces are complete" in printed and "already trained" in printed
     files = ("traces/manifest.json", "train/head.safetensors", "bundle/card.json", "results.jsonl", "frontier.png")
+    files += ("report.html", "tokens.json")
+    assert str(out / "report.html") in printed
     first = {name: (out / name).read_bytes() for name in files}
     assert first["results.jsonl"].count(b"\n") == 3 * 3  # exact decoding and two biases, three prompts each
     assert b"tokens_per_call" in first["bundle/card.json"]
