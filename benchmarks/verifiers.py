@@ -52,6 +52,7 @@ def run(
     objectives: list[str] = list(OBJECTIVES),  # noqa: B006, B008
     features: list[str] = list(HEADS),  # noqa: B006, B008
     rollouts: list[int] = [1024, 4096, 9984],  # noqa: B006
+    gathered: int = 9984,
     seeds: list[int] = [0],  # noqa: B006
     relaxation: str = "ensemble:0.2",
     static: list[str] = [f"ensemble:{weight}" for weight in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)],  # noqa: B006
@@ -79,6 +80,7 @@ def run(
         objectives: attribution, rounds, reinforce, likelihood, bounded.
         features: what the gates see: logits, hidden, both.
         rollouts: texts to learn from, four a prompt; multiples of 128 are whole shards.
+        gathered: texts of the one batch whose beginnings the heads learn from; four a prompt.
         seeds: of the gathered prompts and texts and of training.
         relaxation: what the first texts are sampled from.
         static: static points; every head is compared with their line at its own score, see eval/statement.py.
@@ -99,7 +101,7 @@ def run(
         target=target, draft=draft, task=task, data=data, max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens, threads=threads,
     )  # fmt: skip
-    prompts = {"train": max(rollouts) // 4, "validation": validation_prompts, "test": test_prompts}
+    prompts = {"train": gathered // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(Path(out), common, prompts, likelihood)
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
     rows = rows_of("exact", exact, exact, None)
