@@ -104,12 +104,12 @@ def test_acceptance_at_temperature_zero_is_how_often_both_choose_the_same_token(
     "change", [{}, {"loss": "tv"}, {"full": True}, {"layers": [0, 2], "full": True}, {"layers": [1]}]
 )
 def test_distilling_raises_acceptance_on_prompts_it_never_saw(place, finished, change):
-    """By more than .05, where its standard error over 6 x 4 texts of up to 24 tokens is below .02."""
+    """By more than .1 at the very same positions, so that no sampling error comes between; the five gain .19 to .29."""
     folder, settings = place
     name = "-".join(change) + str(change.get("loss", ""))
     out = distill(out=str(folder / name), **{**settings, **change}) if change else finished
     figures = report(out)
-    assert figures["after"]["held_out_acceptance"] > figures["before"]["held_out_acceptance"] + 0.05
+    assert figures["after"]["held_out_acceptance"] > figures["before"]["held_out_acceptance"] + 0.1
     assert figures["after"]["held_out_loss"] < figures["before"]["held_out_loss"]
     assert figures["kind"] == ("model" if "layers" in change or "full" in change else "adapter")
     assert load_pair(settings["target"], str(out)).draft.hash == figures["hash"] != figures["base"]["hash"]
