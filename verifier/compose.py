@@ -186,7 +186,7 @@ def chains(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, 
 
 def prefix_homes(tree: DraftTree, paths: tuple[tuple[int, ...], ...]) -> Tensor:
     """[B, K, L] int64: for every node of K paths the first path (0..K-1) that shares its prefix."""
-    tokens = tree.tokens[:, _index(paths, tree.tokens.device)]
+    tokens = tree.tokens[:, on_device(paths, tree.tokens.device)]
     same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).cumprod(-1)
     return same.argmax(2)
 
@@ -195,7 +195,7 @@ def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
     """Families of K paths joined by prefix: below the branch, one family a level, its children differ by request."""
     size, device = len(tree.parents), tree.tokens.device
     homes = prefix_homes(tree, paths)
-    grid = _index(paths, device)
+    grid = on_device(paths, device)
     families = [_family(tree, [node], ((child,),)) for node, child in zip(trunk, trunk[1:], strict=False)]
     branch = _family(tree, [trunk[-1]], (tuple(path[0] for path in paths),))
     families.append(replace(branch, homes=grid[:, 0][homes[:, :, 0]].unsqueeze(1)))
@@ -204,7 +204,7 @@ def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
         mine = mine & (tree.tokens[:, grid[:, level]] >= 0).unsqueeze(1)
         order = (~mine).to(torch.uint8).argsort(dim=-1, stable=True)
         # the most children any node has; on a GPU the shape stays K, so that nothing waits for the device
-        most = len(paths) if mine.is_cuda else max(1, int(mine.sum(-1).max()))
+        most = max(1, int(mine.sum(-1).max())) if mine.is_cpu else len(paths)
         order = order[..., :most]
         here = mine.gather(-1, order)
         children = torch.where(here, grid[:, level][order], size)
@@ -221,12 +221,12 @@ def _plain(tree: DraftTree) -> list[Family]:
 
 
 def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], ...]) -> Family:
-    where = _index(children, tree.tokens.device)
+    where = on_device(children, tree.tokens.device)
     return Family(nodes, _span(nodes), where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where])
 
 
 @lru_cache(maxsize=4096)
-def _index(numbers: tuple, device: torch.device) -> Tensor:
+def on_device(numbers: tuple, device: torch.device) -> Tensor:
     """The numbers as a tensor, sent to the device once."""
     return torch.tensor(numbers, device=device)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compose import chains, conditional
+from .compose import chains, conditional, on_device
 from .law import DraftTree, Law
 from .plans import chain_masses, rejection
 
@@ -44,7 +44,7 @@ def greedy_multipath_block(tree: DraftTree) -> Law:
     selected = _select(tree, trunk, paths)
     index = torch.arange(len(tree.tokens), device=selected.device)[:, None], selected
     draft, target, tokens = tree.draft[index], tree.target[index], tree.tokens[index]
-    counts = (tree.tokens[:, [path[0] for path in paths]] >= 0).sum(-1)
+    counts = (tree.tokens[:, on_device(paths, tree.tokens.device)[:, 0]] >= 0).sum(-1)
     below = selected_rows(target[:, branch:], draft[:, branch:], tokens[:, branch + 1 :], counts, len(paths))
     draft = torch.cat([draft[:, :branch], below], 1)
     pruned = None if tree.pruned is None else tree.pruned[index]
@@ -111,7 +111,7 @@ def choose_paths(target: Tensor, draft: Tensor, root: Tensor, most: int, certain
 def _select(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...], ...]) -> Tensor:
     """[B, trunk + L] int64 nodes of the trunk and of the selected path; of equal prefixes the first node."""
     device = tree.tokens.device
-    grid = torch.tensor(paths, device=device)
+    grid = on_device(paths, device)
     batch = torch.arange(len(tree.tokens), device=device)
     alive = torch.ones(len(batch), len(paths), dtype=torch.bool, device=device)
     node = torch.full_like(batch, trunk[-1])

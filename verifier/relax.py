@@ -137,7 +137,7 @@ def substitutions(tree: DraftTree, relaxed: DraftTree) -> Tensor:
 def path_sum(values: Tensor, parents: tuple[int, ...]) -> Tensor:
     """[B, N] sum of `values` [B, N] over the nodes from the root to each node, both included."""
     total = values.clone()
-    for nodes, above in _levels(parents):
+    for nodes, above in _levels(parents, values.device)[1:]:
         total[:, nodes] += total[:, above]
     return total
 
@@ -287,7 +287,7 @@ def _affordable(cost: Tensor, parents: tuple[int, ...], budget: float, spent: Te
     start = torch.zeros_like(cost[:, 0]) if spent is None else spent.to(cost)
     used = start.unsqueeze(-1).expand_as(cost).clone()
     granted = torch.zeros_like(cost, dtype=torch.bool)
-    for nodes, above in [([0], [0]), *_levels(parents)]:
+    for nodes, above in _levels(parents, cost.device):
         wanted = used[:, above] + cost[:, nodes]
         granted[:, nodes] = (cost[:, nodes] > 0) & (wanted <= budget)
         used[:, nodes] = torch.where(granted[:, nodes], wanted, used[:, above])
@@ -305,8 +305,9 @@ def _distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _levels(parents: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """(nodes, their parents) of every level below the root."""
+def _levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """(nodes, their parents) of every level, sent to the device once; the root is its own parent."""
     depth = depths(parents)
-    levels = [[node for node in range(len(parents)) if depth[node] == level] for level in range(1, max(depth) + 1)]
-    return [(nodes, [parents[node] for node in nodes]) for nodes in levels]
+    levels = [[node for node in range(len(parents)) if depth[node] == level] for level in range(max(depth) + 1)]
+    above = [[max(parents[node], 0) for node in nodes] for nodes in levels]
+    return [tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)]
