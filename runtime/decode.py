@@ -18,6 +18,7 @@ from .batch import Batch
 from .completion import Completion, Request, check_stop
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .gate import load_gate
+from .graphs import StaticBatch, StaticStep, obstacle
 from .limits import SEEDS, within
 from .model import Pair
 from .sampling import Sampling
@@ -130,15 +131,18 @@ class Engine:
                     f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
                 )
             self.law, self.shapes = methods.method("token").unchecked, {1: Topology("chain", (-1,), (0, 1))}
+            self.kernel = None
         else:
             chosen = methods.method(method)
             drafting = drafting or chosen.drafting
             chosen.require(drafting)
             self.law, self.shapes = chosen.unchecked, _shapes(method, drafting, draft_length, branches, trunk)
+            self.kernel = chosen.kernel
         self.shape, self.trunk = self.shapes[max(self.shapes)], trunk
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden)
         self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
+        self.steps: dict[tuple, StaticStep] = {}  # of graphs.py, the last used last
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
 
     def check(self, index: int, request: Request) -> None:
@@ -147,17 +151,27 @@ class Engine:
 
     @torch.no_grad()
     def run(
-        self, requests: dict[int, Request], batch: int | None = None, on_step: OnStep | None = None
+        self,
+        requests: dict[int, Request],
+        batch: int | None = None,
+        on_step: OnStep | None = None,
+        static: bool | None = None,
     ) -> dict[int, Completion]:
         """Decode checked requests, `batch` of them (by default all) together; where one ends the next begins.
 
         Their keys are used in messages and `on_step`, and are the result's.
+        static: whether the static step of graphs.py decodes them; by default on a GPU, where it can.
         """
+        reason = obstacle(self)
+        if static and reason:
+            raise ValueError(f"`static` asks for a step that cannot be had here: {reason}")
+        static = static or (static is None and not reason and self.pair.target.device.type == "cuda")
         done = {index: Completion() for index in requests}
         waiting = deque(requests.items())
         size = min(batch or len(requests), len(requests))
         self._mark = time.perf_counter()
         state = self._begin(waiting, size) if requests else None
+        state = StaticBatch(state) if state and static else state
         while state and any(state.active):
             emitted = state.step(done)
             for index, new, active in zip(state.indices, emitted, state.active, strict=True):

@@ -20,10 +20,13 @@ from .sampling import Sampling
 
 @dataclass(frozen=True)
 class Gate:
-    """weight: the callable; needs_hidden: whether both models must return hidden states."""
+    """weight: the callable; needs_hidden: whether both models must return hidden states; checked: whether its answers
+    are looked at, which waits for the device.
+    """
 
     weight: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     needs_hidden: bool = False
+    checked: bool = False
 
     def __call__(self, draft: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
         return self.weight(draft, target, hidden)
@@ -41,7 +44,7 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
     if ":" in relaxation.source and "/" not in relaxation.source:
         if relaxation.bias:
             raise ValueError(f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave it out")
-        return Gate(_checked(_made(relaxation.source, pair.tokenizer), relaxation.source))
+        return Gate(_checked(_made(relaxation.source, pair.tokenizer), relaxation.source), checked=True)
     from ..export.bundle import load_bundle
 
     bundle = load_bundle(relaxation.source, pair.target, pair.draft, sampling)
