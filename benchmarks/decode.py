@@ -114,6 +114,30 @@ def run(
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device)
     encoded = encoded_prompts(pair, task, data, prompt, tuning_prompts + prompts, seed)
+    return compare(
+        pair, encoded, methods=methods, static=static, learned=learned, transformers=transformers,
+        draft_lengths=draft_lengths, tuning_prompts=tuning_prompts, repetitions=repetitions, batch=batch,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+    )  # fmt: skip
+
+
+def compare(
+    pair: Pair,
+    encoded: list[list[int]],
+    *,
+    methods: list[str],
+    static: float,
+    learned: str | None,
+    transformers: bool,
+    draft_lengths: list[int],
+    tuning_prompts: int,
+    repetitions: int,
+    batch: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[dict]:
+    """`run` for a pair and encoded prompts that are there already."""
     options = {"sampling": Sampling(temperature), "max_new_tokens": max_new_tokens, "batch": batch}
     cases = _ours(pair, methods, static, learned, draft_lengths, options)
     if transformers and batch == 1:
