@@ -117,12 +117,12 @@ def chosen(rows: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, tor
     return ((steps - uniform[:, None]).abs() < NEAR).any(-1), (steps <= uniform[:, None]).sum(-1)
 
 
-def at_every_step(case: Case) -> Case:
-    """The one request of `case` again and again, with uniforms on both sides of every step of its law."""
+def at_every_step(case: Case, nodes: tuple[int, ...]) -> Case:
+    """The request of `case` often, uniforms on both sides of every step: of `stop`, and of `next` at `nodes`."""
     law = case.law()
     stops, chances = law.stop[0].cumsum(0), law.stop[0]
     pairs = [(step + side, 0.3) for step in stops[:-1] for side in (-2 * NEAR, 2 * NEAR)]
-    for node in chances.gt(1e-4).nonzero()[:, 0]:
+    for node in (node for node in nodes if chances[node] > 1e-4):
         middle, row = stops[node] - chances[node] / 2, law.next[0, node]
         steps = row.cumsum(0)[row > 0][:-1]
         pairs += [(middle, step + side) for step in steps for side in (-2 * NEAR, 2 * NEAR)]
