@@ -38,7 +38,7 @@ def test_a_kernel_changes_its_verdict_where_its_law_has_a_step(method):
     assert disagreement(at_every_step(small_tree(method), nodes=(0, 1))) == ""
 
 
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", ["univer", "rrsw"])
 def test_siblings_with_one_token_are_one_sibling(method):
     case = small_tree(method)
     tokens = torch.tensor([[0, case.tokens[0, 1], case.tokens[0, 2], case.tokens[0, 2]]])
@@ -100,7 +100,7 @@ def test_the_ends_of_the_blend_are_exact_verification_and_the_draft_itself(metho
 
 
 @pytest.mark.parametrize("dtype, temperature", [(torch.bfloat16, 0.3), (torch.float16, 2.0), (torch.bfloat16, 0)])
-@pytest.mark.parametrize("method", ["block", "univer", "traversal"])
+@pytest.mark.parametrize("method", ["block", "univer"])
 def test_half_precision_logits_at_every_temperature(method, dtype, temperature):
     case = random_case(method, 40, 1, dtype=dtype, sampling=Sampling(temperature), seed=5)
     assert disagreement(case) == ""
@@ -134,7 +134,7 @@ def test_a_row_that_was_not_run_is_not_cut():
     assert torch.equal(greedy_cut(logits), torch.full((3, 3), -INF))
 
 
-@pytest.mark.parametrize("method", ["block", "univer", "rrsw"])
+@pytest.mark.parametrize("method", ["block", "univer"])
 def test_a_kernel_reads_no_entry_outside_its_rows(method):
     case = random_case(method, 257, 2, seed=8, weight=1.0)
     wide = torch.full((2, *case.target.shape[:2], 300), NAN)
