@@ -162,16 +162,16 @@ class Engine:
         Their keys are used in messages and `on_step`, and are the result's.
         static: whether the static step of graphs.py decodes them; by default on a GPU, where it can.
         """
-        reason = obstacle(self)
+        wanted = self.pair.target.device.type == "cuda" if static is None else static
+        reason = obstacle(self) if wanted else ""
         if static and reason:
             raise ValueError(f"`static` asks for a step that cannot be had here: {reason}")
-        static = static or (static is None and not reason and self.pair.target.device.type == "cuda")
         done = {index: Completion() for index in requests}
         waiting = deque(requests.items())
         size = min(batch or len(requests), len(requests))
         self._mark = time.perf_counter()
         state = self._begin(waiting, size) if requests else None
-        state = StaticBatch(state) if state and static else state
+        state = StaticBatch(state) if state and wanted and not reason else state
         while state and any(state.active):
             emitted = state.step(done)
             for index, new, active in zip(state.indices, emitted, state.active, strict=True):
