@@ -53,12 +53,12 @@ def run(*, size: str = "8b", device: str = "cuda", seed: int = 0) -> list[dict]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [6, 9] if small else [48, 64]
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
-    for batch in (2,) if small else (1, 8, 32):
-        rows += _named("step", _steps(pair, [prompts[i % 2] for i in range(batch)], 8 if small else 64, seed))
+    for batch in (2,) if small else (1, 16):
+        rows += _named("step", _steps(pair, [prompts[i % 2] for i in range(batch)], 8 if small else 32, seed))
     rows += _named("decode", decode.compare(
         pair, prompts * 2, methods=["plain", "token", "block"], static=0.3, learned=None, transformers=True,
-        draft_lengths=[2] if small else [2, 4], tuning_prompts=1, repetitions=1 if small else 3, batch=1,
-        max_new_tokens=8 if small else 64, temperature=1.0, seed=seed,
+        draft_lengths=[2 if small else 4], tuning_prompts=1, repetitions=1 if small else 3, batch=1,
+        max_new_tokens=8 if small else 32, temperature=1.0, seed=seed,
     ))  # fmt: skip
     return rows
 

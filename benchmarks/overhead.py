@@ -99,7 +99,7 @@ def _measure(engine: Engine, requests: dict[int, Request]) -> tuple[float, float
     models = (engine.pair.target, engine.pair.draft)
     before = sum(model.seconds for model in models)
     engine.seconds = dict.fromkeys(STAGES, 0.0)
-    done = engine.run(requests)
+    done = engine.run(requests, static=False)  # captured calls could not be timed
     total = sum(seconds for stage, seconds in engine.seconds.items() if stage != "prefill")
     inside = sum(model.seconds for model in models) - before
     return 1 - inside / total, 1e3 * total / max(completion.target_calls for completion in done.values())
