@@ -148,7 +148,8 @@ def _axes(across: Scale | list[tuple[str, str]], up: Scale, x_name: str, y_name:
 
 def _label(x: float, y: float, point: Point, taken: list[Box]) -> Markup:
     """The point's label at the nearest place where it covers nothing, which is then taken."""
-    width, best = 0.57 * SIZE * len(point.label), None
+    name = _short(point.label)
+    width, best = 0.57 * SIZE * len(name), None
     for distance in (8, 12, 17, 24, 33, 44, 60):
         for right, down in ((1, -0.7), (1, 0.3), (-1, 0.7), (-1, 0.3), (1, 0.9), (-1, -0.7), (0, -1), (0, 1)):
             left = x + right * distance - width * (1 - right) / 2
@@ -164,7 +165,7 @@ def _label(x: float, y: float, point: Point, taken: list[Box]) -> Markup:
     if distance > 12:  # too far to be taken for granted
         end = box[0] if box[0] > x else box[2] if box[2] < x else x
         lead = tag("path", d=f"M{x},{y}L{end:.1f},{(box[1] + box[3]) / 2:.1f}", class_=f"lead k-{point.kind}")
-    words = tag("text", point.label, x=f"{box[0] + 2:.1f}", y=f"{(box[1] + box[3]) / 2 + 4:.1f}",
+    words = tag("text", name, x=f"{box[0] + 2:.1f}", y=f"{(box[1] + box[3]) / 2 + 4:.1f}",
                 class_=f"k-{point.kind}")  # fmt: skip
     return tag("g", lead, words)
 

@@ -141,12 +141,17 @@ def _main(rows: list[Row]) -> list[Row]:
     return chosen
 
 
+def _name(row: Row, rows: list[Row]) -> str:
+    """The name at a line's end, where no other point of the static line says what a bare number is."""
+    name = name_of(row, rows)
+    return f"w {name}" if describe(row["relaxation"])[0] == "static" else name
+
+
 def _depth_line(row: Row, rows: list[Row], depth: int) -> Line:
     kind = describe(row["relaxation"])[0]
     found = [None if math.isnan(value) else value for value in row["acceptance_by_depth"]]
-    name = f"w {name_of(row, rows)}" if kind == "static" else name_of(row, rows)
     shape = list(_variants(rows)).index(_variant(row))
-    return Line((found + [None] * depth)[:depth], kind, shape, name)
+    return Line((found + [None] * depth)[:depth], kind, shape, _name(row, rows))
 
 
 def batches(runs: list[Run], rows: list[Row]) -> Markup | None:
@@ -159,7 +164,7 @@ def batches(runs: list[Run], rows: list[Row]) -> Markup | None:
     for words, group in groups(rows).items():
         found: dict[tuple, dict[int, Row]] = {}
         for row in _main(group):
-            found.setdefault((name_of(row, group), describe(row["relaxation"])[0]), {})[sizes[row["run"]]] = row
+            found.setdefault((_name(row, group), describe(row["relaxation"])[0]), {})[sizes[row["run"]]] = row
         series = [
             Line([by[size]["tokens_per_second"] if size in by else None for size in ticks], kind, 0, name)
             for (name, kind), by in found.items() if len(by) > 1

@@ -162,4 +162,6 @@ def _operating_point(source: str, card: dict[str, Any]) -> Markup | None:
     calibration = card.get("calibration")
     if not isinstance(calibration, dict):
         return None
-    return tag("div", tag("h3", f"Operating point of {source}, chosen by calibration"), described(calibration))
+    closed = "No bias was shown to keep the loss of quality within the limit: this gate is closed, and decodes exactly."
+    head = tag("h3", f"Operating point of {source}, chosen by calibration")
+    return tag("div", head, tag("p", closed) if calibration.get("bias") is None else None, described(calibration))

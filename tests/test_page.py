@@ -169,6 +169,8 @@ def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path
     assert best_point(calibrated)["relaxation"] == "other/calibrated"
     words = Reader(page([calibrated], ["no numbers"])).words
     assert "Operating point of other/calibrated, chosen by calibration" in words and "-1.25" in words
+    card["calibration"]["bias"] = None
+    assert any("this gate is closed" in one for one in Reader(page([calibrated], ["no numbers"])).words)
 
 
 def test_where_models_are_missing_the_page_says_so_in_one_sentence(tmp_path, monkeypatch):
