@@ -98,8 +98,8 @@ class _Trials:
                 name: numpy.concatenate([values[first, row, prompts][None], values[1 - first, :, prompts].T])
                 for name, values in self.tables.items()
             }
-            drawn = differences(tables, speed, self.resamples, trial)
-            count += numpy.percentile(drawn, 100 * LEVEL / 2) > 0
+            drawn, below = differences(tables, speed, self.resamples, trial)
+            count += numpy.percentile(drawn, 100 * LEVEL / 2) > 0 and below <= LEVEL / 2
         return int(count)
 
     def misses(self, row: int) -> int:

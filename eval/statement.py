@@ -10,6 +10,9 @@ Whoever looks at several learned points and tells of the best is wrong more ofte
 is then corrected for their number (Bonferroni: level 5 % / number). A point that was chosen on other prompts needs no
 correction. Points are compared at the same method, temperature and draft length only.
 
+Below the lowest static quality there is nothing to compare with, and a point there would pass for better by its losses:
+where more than 2.5 % of resamples lie there the verdict is not `better`. See `nominal` for how often the rest errs.
+
 Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
 """
 
@@ -39,6 +42,7 @@ class Statement:
     quality: the learned point's mean score.
     difference, low, high: learned - static with a 95 % percentile interval.
     looked, corrected_low, corrected_high: learned points looked at on these prompts, and the interval corrected for it.
+    below: share of resamples in which the learned point's quality is lower than every static one's.
     verdict: of the corrected interval: better, worse or not shown; prompts_needed: that would show this difference in
         80 % of trials, or None.
     """
@@ -57,12 +61,15 @@ class Statement:
     looked: int
     corrected_low: float
     corrected_high: float
+    below: float
     verdict: str
     prompts: int
     prompts_needed: int | None
 
     def __str__(self) -> str:
         more = "" if self.prompts_needed is None else f" (about {self.prompts_needed} prompts would show it)"
+        if self.below > LEVEL / 2 and self.verdict != "worse":
+            more = " (no static point has so low a quality; measure larger weights)"
         at = corrected = ""
         if self.temperature is not None:
             at = f" at temperature {self.temperature:g}, draft length {self.draft_length}"
@@ -193,33 +200,35 @@ def _compare(
     count = tables["score"].shape[1]
     quality, speeds = _points(tables, speed, numpy.ones((1, count)))
     static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
-    drawn = differences(tables, speed, resamples, seed)
+    drawn, below = differences(tables, speed, resamples, seed)
     difference = float(speeds[0, 0] - static[0])
     tails = 100 * LEVEL / 2 / numpy.array([1, looked])
     (low, corrected_low), (high, corrected_high) = (
         map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
     )
-    verdict = "better" if corrected_low > 0 else "worse" if corrected_high < 0 else "not shown"
+    reached = below <= LEVEL / 2
+    verdict = "better" if corrected_low > 0 and reached else "worse" if corrected_high < 0 else "not shown"
     needed = None
-    if verdict == "not shown" and difference:
+    if verdict == "not shown" and reached and difference:
         wanted = NormalDist().inv_cdf(1 - LEVEL / 2 / looked) + NormalDist().inv_cdf(POWER)
         needed = math.ceil(count * (wanted * float(numpy.std(drawn)) / difference) ** 2)
     return Statement(
         *point, speed, float(quality[0, 0]), float(speeds[0, 0]), float(static[0]), difference, low, high, looked,
-        corrected_low, corrected_high, verdict, count, needed,
+        corrected_low, corrected_high, below, verdict, count, needed,
     )  # fmt: skip
 
 
-def differences(tables: dict[str, numpy.ndarray], speed: str, resamples: int, seed: int) -> numpy.ndarray:
-    """[resamples] learned speed minus that of static blending at the same quality, on resampled prompts.
+def differences(tables: dict[str, numpy.ndarray], speed: str, resamples: int, seed: int) -> tuple[numpy.ndarray, float]:
+    """([resamples] learned speed minus that of static blending at the same quality, share below the line's qualities).
 
     tables: one [points, prompts] a column, the learned point first, then the static ones in their order.
     """
-    drawn = []
+    drawn, below = [], 0
     for weights in resampled(tables["score"].shape[1], resamples, seed):
         qualities, speeds = _points(tables, speed, weights)
         drawn.append(speeds[:, 0] - static_speed(qualities[:, 0], qualities[:, 1:], speeds[:, 1:]))
-    return numpy.concatenate(drawn)
+        below += int((qualities[:, 0] < qualities[:, 1:].min(1)).sum())
+    return numpy.concatenate(drawn), below / resamples
 
 
 def _points(

@@ -2,7 +2,9 @@
 
 import numpy
 import pytest
-from diversed.eval.statement import static_speed, statements
+from diversed.eval.nominal import allowed, rates
+from diversed.eval.statement import compared_with, every_statement, statements, static_speed
+from scipy.stats import binom
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)
 
@@ -17,7 +19,7 @@ def made(relaxation, weight, prompts, generator, bonus=0.0, method="token"):
             {
                 "method": method, "relaxation": relaxation, "seed": 0, "prompt": prompt, "tokens": [0] * 20,
                 "score": 1 - weight**2 + hard[prompt] + generator.normal(0, 0.02),
-                "target_calls": calls / (1 + bonus), "acceptance": 20 * (0.5 + 0.4 * weight + bonus / 5), "positions": 20,
+                "target_calls": calls / (1 + bonus), "acceptance": 10 + 8 * weight + 4 * bonus, "positions": 20,
             }
         )  # fmt: skip
     return records
@@ -30,12 +32,9 @@ def world(prompts, seed, weight=0.3, bonus=0.0):
 
 
 def test_static_speed_is_the_largest_on_the_line_at_this_quality_or_better():
-    qualities, speeds = numpy.array([1.0, 0.8, 0.9, 0.2]), numpy.array([1.0, 2.0, 3.0, 4.0])
-    assert static_speed(0.9, qualities, speeds) == 3.0
-    assert static_speed(0.55, qualities, speeds) == pytest.approx(3.5)
-    assert static_speed(0.95, qualities, speeds) == pytest.approx(1.25)
-    assert static_speed(1.1, qualities, speeds) == 1.0
-    assert static_speed(0.1, qualities, speeds) == 4.0
+    quality = numpy.array([0.9, 0.55, 0.95, 1.1, 0.1])
+    qualities, speeds = (numpy.tile(row, (5, 1)) for row in ([1.0, 0.8, 0.9, 0.2], [1.0, 2.0, 3.0, 4.0]))
+    assert static_speed(quality, qualities, speeds).tolist() == pytest.approx([3.0, 3.5, 1.25, 1.0, 4.0])
 
 
 def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_shown():
@@ -49,18 +48,84 @@ def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_sho
     assert calls.learned == pytest.approx(2.8 * 1.2, rel=0.02) and calls.static == pytest.approx(2.8, rel=0.03)
 
 
-def test_a_static_weight_is_called_better_no_more_often_than_its_interval_allows():
-    """The line of this world is concave between grid points, so a grid weight is the fair trial: 2.5 % of 200 is 5.
+def twins(prompts):
+    """Two seeds of three static points of one world, whose scores are 0 or 1."""
+    generator, found = numpy.random.default_rng(3), []
+    for seed in (0, 1):
+        for weight in WEIGHTS[:3]:
+            texts = made(f"ensemble:{weight}" if weight else "none", weight, prompts, generator)
+            right = generator.random(prompts) < 0.9 - weight**2
+            found += [text | {"seed": seed, "score": float(one)} for text, one in zip(texts, right, strict=True)]
+    return found
 
-    A binomial of 200 trials at 2.5 % passes 14 with probability 2e-4.
-    """
-    found = [
-        statement.verdict
-        for seed in range(200)
-        for statement in statements(world(60, seed, weight=0.4), "token", "runs/x/bundle", resamples=200)
-        if statement.speed == "tokens per target call"
-    ]
-    assert found.count("better") <= 14 and found.count("worse") > 0
+
+def test_over_a_thousand_resamplings_a_static_weight_is_called_better_no_more_often_than_nominal():
+    """Nor does the interval of a drop that is none leave out 0 more often; both by the 99 % bound of a binomial."""
+    found = rates(twins(60), trials=1000, resamples=500)
+    assert len(found) == 2 * 3 + 1
+    assert all(rate.found <= rate.allowed for rate in found), [str(rate) for rate in found]
+    drop = next(rate for rate in found if rate.what == "quality drop")
+    assert drop.allowed == 67 and drop.found >= 20  # an interval that never misses would be too wide
+    with pytest.raises(ValueError, match="no two seeds of several static points"):
+        rates(world(10, 0))
+
+
+@pytest.mark.parametrize(("trials", "rate"), [(1000, 0.025), (1000, 0.05), (200, 0.025), (7, 0.3)])
+def test_the_bound_is_the_binomials_quantile(trials, rate):
+    assert allowed(trials, rate) == binom.ppf(0.99, trials, rate)
+
+
+def test_points_are_compared_at_their_own_temperature_and_draft_length():
+    """Static points of another temperature, here twice as fast, do not enter the line."""
+    slow, fast = ([r | {"temperature": t, "draft_length": 5} for r in world(100, 0, bonus=0.2)] for t in (1.0, 0.5))
+    for record in fast:
+        record["target_calls"] /= 2
+    options = {"resamples": 200}
+    alone, both = every_statement(slow, **options), every_statement(slow + fast, **options)
+    assert [(s.difference, s.low, s.high) for s in both[:2]] == [(s.difference, s.low, s.high) for s in alone]
+    assert len(both) == 4 and {statement.looked for statement in both} == {2}  # of whatever temperature
+    assert "at temperature 0.5, draft length 5" in str(both[2]) and both[2].static == pytest.approx(2 * alone[0].static)
+    assert statements(slow + fast, "token", "runs/x/bundle", temperature=0.5, looked=2, **options) == both[2:]
+    with pytest.raises(ValueError, match="measured at 2 pairs of temperature and draft length"):
+        statements(slow + fast, "token", "runs/x/bundle")
+
+
+def test_every_bias_that_is_looked_at_widens_the_interval_that_decides():
+    """Bonferroni: the corrected interval of k points is the plain one at level 5 % / k; chosen points do not count."""
+    records = world(60, 0, weight=0.4, bonus=0.0215)
+    again = [r | {"relaxation": "runs/x/bundle;bias=1"} for r in records if r["relaxation"] == "runs/x/bundle"]
+    (one, _), many = every_statement(records), every_statement(records + again)
+    assert one.looked == 1 and (one.corrected_low, one.corrected_high) == (one.low, one.high)
+    assert len(many) == 4 and {statement.looked for statement in many} == {2}
+    for statement in many:
+        assert statement.corrected_low < statement.low and statement.high < statement.corrected_high
+    assert (many[0].low, many[0].high) == (one.low, one.high)
+    assert one.low > 0 > many[0].corrected_low and (one.verdict, many[0].verdict) == ("better", "not shown")
+    assert "corrected for 2 learned points" in str(many[0])
+    chosen = every_statement(records + again, chosen=["runs/x/bundle"])
+    assert [statement.looked for statement in chosen] == [1, 1, 1, 1]
+
+
+def test_a_plan_says_what_each_point_is_compared_with():
+    names = ("none", "ensemble:0.2", "a/b", "a/b;bias=1", "diversed.assets.sums:oracle")
+    points = [*(("token", name, 1.0, 5) for name in names), ("token", "a/b", 0.5, 5)]
+    words = [compared_with(points, point) for point in points]
+    assert words[0] == "nothing, the others are compared with it"
+    assert words[1] == words[4] == "none, paired by prompt"
+    assert words[2] == words[3] == "none, paired by prompt; the line of 2 static points, one of 3 learned points"
+    assert words[5] == "nothing; add the relaxation none; no static line; add several ensemble:w"
+    assert compared_with(points, points[2], chosen=["a/b;bias=1"]).endswith("one of 2 learned points")
+
+
+def test_a_point_below_the_lowest_static_quality_is_not_called_better():
+    """At w = .8 no static point was measured; the same point is slower than the end of the line where it is worse."""
+    fast, slow = (
+        statements(world(100, 0, weight=0.8, bonus=bonus), "token", "runs/x/bundle", resamples=200)[0]
+        for bonus in (0.0, -0.3)
+    )
+    assert fast.low > 0 and fast.below == 1 and (fast.verdict, fast.prompts_needed) == ("not shown", None)
+    assert "not shown (no static point has so low a quality; measure larger weights)" in str(fast)
+    assert slow.verdict == "worse" and "measure larger weights" not in str(slow)
 
 
 def test_seeds_of_a_prompt_are_pooled_and_prompts_that_a_point_lacks_are_left_out():
