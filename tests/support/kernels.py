@@ -1,8 +1,4 @@
-"""Kernels beside the laws they are twins of: on a GPU compiled, elsewhere in triton's interpreter.
-
-Whether a kernel is interpreted is decided when its module is imported; so this file imports them all, with the variable
-set for that moment only.
-"""
+"""Kernels beside the laws they are twins of: in triton's interpreter where TRITON_INTERPRET is set, else on a GPU."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,21 +10,9 @@ from diversed.verifier.kernels import Verified
 from diversed.verifier.kernels.cuts import cut
 from diversed.verifier.relax import relax
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # a uniform this close to a step may fall on either side: see diversed.verifier.kernels
 NEAR = 1e-6
-
-if DEVICE == "cpu":
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.experimental.gluon  # noqa: F401  triton loads it at the first launch, and it must see the variable too
-    from diversed.verifier.kernels import run  # noqa: F401
-
-    os.environ.pop("TRITON_INTERPRET")
-    if before is not None:
-        os.environ["TRITON_INTERPRET"] = before
-else:
-    from diversed.verifier.kernels import run  # noqa: F401
 
 CHAIN, TREE = (-1, 0, 1), (-1, 0, 0, 0, 1, 1)
 SHAPES = {"token": CHAIN, "block": CHAIN, "greedy_tree": TREE, "univer": TREE, "rrsw": TREE, "traversal": TREE}
@@ -136,8 +120,6 @@ def at_every_step(case: Case, nodes: tuple[int, ...]) -> Case:
 
 def quickened(monkeypatch) -> None:
     """Make triton's interpreter twice as fast: it patches its language for every nested call, and checks overflows."""
-    if DEVICE == "cuda":
-        return
     from triton.runtime import interpreter
 
     given, scopes = interpreter._patch_lang, {}
