@@ -122,17 +122,14 @@ def _step(engine: Engine, size: int, capacity: int) -> StaticStep:
     """The engine's step for `size` rows and at least `capacity` slots, a new one where it has none."""
     capacity = -(-capacity // BUCKET) * BUCKET
     # a module that was moved or cast has other weights than those a graph reads
-    weights = tuple(model.module.get_input_embeddings().weight.data_ptr() for model in _models(engine))
+    models = engine.pair.target, engine.pair.draft
+    weights = tuple(model.module.get_input_embeddings().weight.data_ptr() for model in models)
     key = size, capacity, *weights
     step = engine.steps.pop(key, None) or StaticStep(engine, size, capacity)
     engine.steps[key] = step
     for old in list(engine.steps)[:-KEPT]:
         del engine.steps[old]
     return step
-
-
-def _models(engine: Engine) -> tuple[Model, Model]:
-    return engine.pair.target, engine.pair.draft
 
 
 @dataclass
@@ -182,8 +179,7 @@ class StaticStep:
 
     def __init__(self, engine: Engine, size: int, capacity: int, kernels: bool | None = None):
         self.engine, self.shape, self.capacity = engine, engine.shape, capacity
-        target, draft = _models(engine)
-        self.device, shape = target.device, engine.shape
+        pair, shape, self.device = engine.pair, engine.shape, engine.pair.target.device
         self.length, self.seed, self.limit = torch.zeros(3, size, dtype=torch.long, device=self.device)
         self.recent = torch.zeros(size, 2, dtype=torch.long, device=self.device)
         self.spent = torch.zeros(size, dtype=torch.float64, device=self.device)
@@ -193,7 +189,7 @@ class StaticStep:
         self.coins = 3 + int(shape.lanes.max())
         self.kernel = _kernel(engine, kernels)
         self.by_rows = bool(not self.kernel or engine.gate or _filtered(engine.sampling))
-        self.target, self.draft = (_Side(model, shape, size, capacity) for model in (target, draft))
+        self.target, self.draft = (_Side(model, shape, size, capacity) for model in (pair.target, pair.draft))
         self.target_cache, self.draft_cache = self.target.cache, self.draft.cache
         cuda, width = self.device.type == "cuda", 3 + shape.nodes + 2 * (shape.depth + 1)
         self.found = torch.zeros(size, width, dtype=torch.float64, device=self.device)
@@ -233,7 +229,7 @@ class StaticStep:
             stages = self._warmed()
         torch.cuda.current_stream().wait_stream(side)
         # What these graphs read and others may replace.
-        self.angles = [model.angles for model in _models(self.engine)]
+        self.angles = [side.model.angles for side in (self.target, self.draft)]
         graphs = [torch.cuda.CUDAGraph() for _ in stages]
         for graph, work in zip(graphs, stages, strict=True):
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
