@@ -175,6 +175,11 @@ class TraceModule(LightningDataModule):
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
+        if logits and len(counts := {manifest.get("store_logits", 0) for manifest in self.manifests} - {0}) > 1:
+            raise ValueError(
+                f"the folders of `traces` store {sorted(counts)} log-probabilities a token, expected one number; "
+                "gather all with the same --store_logits"
+            )
         self.texts: Texts | None = None
 
     @property

@@ -159,6 +159,23 @@ def test_patience_stops_after_the_best_held_out_loss_and_keeps_that_head(tmp_pat
     assert float(loss) == pytest.approx(losses[best], abs=2e-6)  # figures are rounded to six decimals
 
 
+@pytest.mark.parametrize("name, sentence", [("head.safetensors", "is not the head that"), ("train.json", "is damaged")])
+def test_a_damaged_result_is_not_taken_for_a_finished_run(traces, tmp_path, name, sentence):
+    out = train(traces=traces, out=str(tmp_path / "train"), epochs=1)
+    whole = (out / name).read_bytes()
+    (out / name).write_bytes(whole[:50])
+    with pytest.raises(ValueError, match=f"{name} {sentence}"):
+        train(traces=traces, out=str(out), epochs=1)
+    (out / name).unlink()
+    train(traces=traces, out=str(out), epochs=1)
+    assert (out / name).read_bytes() == whole
+
+
+def test_patience_without_held_out_texts_is_refused(traces, tmp_path):
+    with pytest.raises(ValueError, match="`patience` waits for the loss on held-out prompts, and none are held out"):
+        train(traces=traces, out=str(tmp_path / "train"), patience=2, data=dict(validation=0.0))
+
+
 def test_a_gate_starts_from_another_one_of_its_kind(finished, traces, tmp_path):
     settings = {**SETTINGS, "epochs": 1, "lr": 0.0, "weight_decay": 0.0, "start": str(finished)}
     out = train(traces=traces, out=str(tmp_path / "train"), **settings)
@@ -198,6 +215,11 @@ def test_a_gate_for_the_logit_blend_learns_from_stored_log_probabilities(tmp_pat
     plain = synthetic_traces(tmp_path / "plain")
     with pytest.raises(ValueError, match="holds no log-probabilities, .*gather with --store_logits 64"):
         train(traces=str(plain), out=str(tmp_path / "other"), blend="logits")
+    for traces, stored in ((folder, 3), (plain, 5)):
+        described = json.loads((traces / "manifest.json").read_text()) | {"store_logits": stored}
+        (traces / "manifest.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"store \[3, 5\] log-probabilities a token, expected one number"):
+        train(traces=[str(folder), str(plain)], out=str(tmp_path / "other"), blend="logits")
 
 
 def test_the_likelihood_reward_is_the_targets_mean_log_probability_and_needs_no_score(tmp_path):

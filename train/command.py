@@ -216,9 +216,15 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
         refuse_other_settings(folder, settings)
         say = print if first else lambda *_: None
         if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
+            _refuse_damaged_result(folder)
             say(f"{folder} is already trained; choose another --out to train again")
             return folder
         data.setup()
+        if model.settings["patience"] and not (len(data.held_index) and trainer.limit_val_batches):
+            raise ValueError(
+                "`patience` waits for the loss on held-out prompts, and none are held out; give --data.validation 0.1 "
+                "and two prompts or more, or --model.patience 0"
+            )
         if first:
             write_json(folder / "settings.json", settings)
             _announce(data)
@@ -278,6 +284,14 @@ def refuse_damaged(checkpoint: Path) -> None:
         raise ValueError(
             f"{checkpoint} cannot be read ({' '.join(str(error).split())[:100]}); delete it to train from the start"
         ) from error
+
+
+def _refuse_damaged_result(folder: Path) -> None:
+    if read_settings(folder / "train.json").get("head_sha256") != sha256(folder / "head.safetensors"):
+        raise ValueError(
+            f"{folder / 'head.safetensors'} is not the head that train.json describes; delete both files and the same "
+            "command writes them again"
+        )
 
 
 def _announce(data: TraceModule) -> None:
