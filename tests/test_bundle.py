@@ -211,6 +211,10 @@ def test_export_says_what_is_missing_and_keeps_foreign_folders(tmp_path):
     with pytest.raises(FileExistsError, match="exists and is not a bundle"):
         export(train=str(tmp_path / "train"), out=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "all of it"
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".card.json.part").write_text("{")  # from a process killed while it wrote the card
+    export(train=str(tmp_path / "train"), out=str(tmp_path / "killed"))
+    assert not (tmp_path / "killed" / ".card.json.part").exists()
     with pytest.raises(ValueError, match="`draft_length` must be at least 1 token, got 0"):
         export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"), draft_length=0)
 
