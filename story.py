@@ -60,6 +60,10 @@ def run(args: list[str]) -> None:
     plan = vars(parser.instantiate(parsed))
     _refuse_bad_names(plan["gather"], plan["eval"])
     out = Path(plan["out"])
+    if ";" in str(out):
+        raise ValueError(
+            f"`out` must have no `;` in it, as the trained gate is called by this folder's name, got {out}"
+        )
     trained = _check_training([*train_words, *_places(out)], values, where)
     if printing:
         print(_as_file(parser.dump(parsed), trained), end="")
@@ -141,7 +145,7 @@ def _rounds(
 
     commands = Stages(
         gather=lambda to, relaxation, first: stages["gather"](
-            **{**gather, "out": to, "relaxation": relaxation, "first_sample": first}
+            **{**gather, "out": to, "relaxation": relaxation, "first_sample": gather["first_sample"] + first}
         ),
         train=lambda traces, to: command("train")([*train_words, *_places(Path(to).parent, traces)]),
         export=write,

@@ -28,7 +28,7 @@ from ..verifier.relax import parse
 from .lock import exclusive
 from .scores import mean_log_probability
 from .tasks import DataOptions, Task, load_task
-from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
+from .traces import MANIFEST, Shard, read_manifest, read_shard, sha256, write_manifest, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
@@ -110,6 +110,8 @@ def gather(
         "max_new_tokens": new_tokens, "hidden": hidden, "store_logits": store_logits, "dtype": str(pair.target.dtype),
         "device": str(pair.target.device), "threads": threads, "versions": versions(),
     }  # fmt: skip
+    if parsed.source and (head := Path(parsed.source) / "head.safetensors").is_file():
+        settings["gate"] = sha256(head)  # texts of two gates must not be mixed under one name
     sampler = Sampler(
         pair, parsed, load_gate(parsed, pair, sampling), sampling, new_tokens, loaded.stop, hidden, store_logits
     )

@@ -64,6 +64,11 @@ def test_rounds_run_to_agreement_and_the_second_time_only_read(quick, tmp_path, 
     assert cli.main(words) == 0
     assert capfd.readouterr().out.count("already trained") == 2
     assert {name: (out / name).read_bytes() for name in names} == first
+    bundle = str(out / "round-1/bundle")
+    assert cli.main(["export", "--train", str(out / "round-1/train"), "--out", bundle, "--bias", "-1"]) == 0
+    words = ["gather", "--config", str(quick), "--out", str(out / "round-2/traces"), "--relaxation", bundle]
+    assert cli.main([*words, "--first_sample", "2"]) == 2
+    assert "was gathered with gate " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,9 +77,31 @@ def test_rounds_run_to_agreement_and_the_second_time_only_read(quick, tmp_path, 
         (["--rounds", "0"], "`rounds` must be at least 1, got 0"),
         (["--rounds", "2", "--max_drop", "-1"], "`max_drop` must be a reward of at least 0"),
         (["--rounds", "2", "--train.data.validation", "0"], "give --train.data.validation 0.1"),
+        (["--rounds", "2", "--out", "one;two"], "`out` must have no `;` in it"),
     ],
 )
 def test_rounds_that_cannot_be_run_are_refused_before_anything_is_written(quick, tmp_path, capfd, words, sentence):  # noqa: F811
     assert cli.main(["run", "--config", str(quick), "--out", str(tmp_path / "story"), *words]) == 2
     assert sentence in capfd.readouterr().err
     assert not (tmp_path / "story").exists()
+
+
+def test_the_first_round_begins_where_the_user_says_and_one_prompt_is_too_few(quick, tmp_path, capfd):  # noqa: F811
+    out = tmp_path / "story"
+    words = ["run", "--config", str(quick), "--out", str(out), "--rounds", "2", "--gather.prompts", "1"]
+    assert cli.main([*words, "--gather.first_sample", "5"]) == 2
+    assert "held-out prompts, and 1 prompt leaves none" in capfd.readouterr().err
+    assert json.loads((out / "round-1/traces/manifest.json").read_text())["first_sample"] == 5
+
+
+def test_the_prediction_of_a_patient_run_is_that_of_the_head_it_kept(tmp_path):
+    folder = str(synthetic_traces(tmp_path / "traces", prompts=16, samples=4, shards=1))
+    settings = dict(objective="reinforce", lr=0.5, width=8, epochs=30, patience=2)
+    out = train(traces=folder, out=str(tmp_path / "train"), data=dict(batch=8, validation=0.25), **settings)
+    figures = json.loads((out / "train.json").read_text())["figures"]
+    best = min(figures, key=lambda row: row["held_out_loss"])
+    assert best["epoch"] == figures[-1]["epoch"] - 2
+    predicted = operating_point(out, TraceModule(folder), 0.0)[1]
+    assert predicted == best["held_out_reward_estimate"] != figures[-1]["held_out_reward_estimate"]
+    with pytest.raises(ValueError, match="need a trained gate, and --train.trainer.max_epochs 0 trains none"):
+        operating_point(train(traces=folder, out=str(tmp_path / "untrained"), epochs=0), TraceModule(folder), 0.0)

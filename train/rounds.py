@@ -85,9 +85,9 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     """
     settings = json.loads((train / "train.json").read_text())
     if settings["settings"]["objective"] != "attribution":
-        last = settings["figures"][-1]
-        part = "held_out" if "held_out_reward_estimate" in last else "train"
-        return 0.0, last[f"{part}_reward_estimate"], last[f"{part}_reward"]
+        kept = _kept_epoch(settings)
+        part = "held_out" if "held_out_reward_estimate" in kept else "train"
+        return 0.0, kept[f"{part}_reward_estimate"], kept[f"{part}_reward"]
     head = WeightHead(**settings["head"])
     head.load_state_dict(load_file(train / "head.safetensors"))
     graded = not ((data.texts.reward == 0) | (data.texts.reward == 1)).all()
@@ -101,6 +101,15 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     kept = [index for index, value in enumerate(earned / texts) if base / texts - value <= max_drop]
     best = max(kept, default=0)
     return BIASES[best], float(earned[best] / texts), base / texts
+
+
+def _kept_epoch(training: dict) -> dict:
+    """The figures of the epoch whose head a run kept: with `patience` the best one, else the last."""
+    figures = training["figures"]
+    if not figures:
+        raise ValueError("`rounds` need a trained gate, and --train.trainer.max_epochs 0 trains none")
+    watched = [row for row in figures if "held_out_loss" in row] if training["settings"]["patience"] else []
+    return min(watched, key=lambda row: row["held_out_loss"]) if watched else figures[-1]
 
 
 def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], graded: bool) -> Tensor:
@@ -122,6 +131,8 @@ def _held_out(traces: list[str], train: Path) -> TraceModule:
     hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
     data = TraceModule(traces, 64, settings["validation"], settings["seed"], hidden, logits, settings["reward"])
     data.setup()
+    if not len(data.held_index):
+        raise ValueError("`rounds` compare a fit with texts of held-out prompts, and 1 prompt leaves none; gather more")
     newest = data.texts.folder[data.held_index] == len(traces) - 1
     data.held_index = data.held_index[newest]
     return data
