@@ -19,7 +19,7 @@ from diversed.train.command import main, train
 from diversed.train.module import VerifierModule, schedule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from .support.traces import synthetic_traces
 
@@ -183,6 +183,10 @@ def test_a_gate_starts_from_another_one_of_its_kind(finished, traces, tmp_path):
     with pytest.raises(ValueError, match="`start`: the gate in .* has other features or another width"):
         train(traces=traces, out=str(tmp_path / "other"), **{**settings, "width": 8})
     with pytest.raises(FileNotFoundError, match="`start` .* holds no head.safetensors; give a folder of"):
+        train(traces=traces, out=str(tmp_path / "other"), **{**settings, "start": str(tmp_path)})
+    broken = {name: tensor * math.nan for name, tensor in load_file(finished / "head.safetensors").items()}
+    save_file(broken, tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match="`start`: .*head.safetensors holds values that are not finite"):
         train(traces=traces, out=str(tmp_path / "other"), **{**settings, "start": str(tmp_path)})
 
 

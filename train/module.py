@@ -241,6 +241,8 @@ def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
     wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
         raise ValueError(f"`start`: the gate in {folder} has other features or another width than the one to train")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError(f"`start`: {path} holds values that are not finite; train it again")
     return tensors
 
 
