@@ -1,8 +1,8 @@
 """A gate that reads the two rows alone, taken to another task or another pair: as it is, and after a short refit.
 
-Four gates of one kind (attribution on logit features) on the test prompts of the place they are taken to: trained
-elsewhere; the same refitted on `refit` texts of the new place; trained on those few texts alone; trained there on
-`rollouts` texts. Thresholds are chosen on validation prompts of the new place as in benchmarks/verifiers.py.
+Gates of one kind (attribution on logit features) on the test prompts of the place they are taken to: trained elsewhere;
+the same refitted on `refit` texts of the new place, at two learning rates; trained on those few texts alone; trained
+there on `rollouts` texts. Thresholds are chosen on validation prompts of the new place as in benchmarks/verifiers.py.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def run(
     baseline = world.measure("validation", "none")
     rows = rows_of("exact", exact, exact, None)
     few, all_ = (world.traces(seed, relaxation, 32, count) for count in (refit, rollouts))
-    # Few texts move a gate that knows something already by small steps, or they would undo what it knows.
-    gentle = {**FIT, **HEADS["logits"], "lr": 3e-4, "features": "logits"}
     fresh = {**FIT, **HEADS["logits"], "features": "logits"}
     gates = {
         "elsewhere": None,
-        f"elsewhere, refitted on {refit}": (few, {**gentle, "start": elsewhere}),
+        f"elsewhere, refitted on {refit} at a tenth of the rate": (few, {**fresh, "start": elsewhere, "lr": 3e-4}),
+        f"elsewhere, refitted on {refit}": (few, {**fresh, "start": elsewhere}),
         f"here, {refit} texts": (few, fresh),
         f"here, {rollouts} texts": (all_, fresh),
     }
