@@ -199,11 +199,6 @@ class TraceModule(LightningDataModule):
         if self.texts is not None:
             return
         self.texts = Texts(self.folders, self.hidden, self.logits, self.reward)
-        if not self.texts.advantage.any() and not _repeated(self.texts.prompt):
-            raise ValueError(
-                f"the traces in {self.folders[0]} have one text a prompt, so a reward cannot be compared with the mean "
-                "of its prompt; gather with --samples 4"
-            )
         held = held_out(max(manifest["prompts"] for manifest in self.manifests), self.validation, self.seed)
         mine = torch.isin(self.texts.prompt, held)
         self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
@@ -282,10 +277,6 @@ def held_out(prompts: int, share: float, seed: int) -> Tensor:
     """The prompts [R] that are never trained on: `share` of `prompts`, at least one unless share is 0, never all."""
     count = min(max(round(prompts * share), 1 if share else 0), prompts - 1)
     return torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))[:count]
-
-
-def _repeated(prompt: Tensor) -> bool:
-    return len(prompt) > len(prompt.unique())
 
 
 def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool) -> None:

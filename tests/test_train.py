@@ -388,10 +388,13 @@ def test_a_relaxation_that_is_not_a_blend_is_refused(tmp_path):
         train(traces=str(folder), out=str(tmp_path / "train"))
 
 
-def test_one_text_a_prompt_is_refused(tmp_path):
+def test_one_text_a_prompt_is_refused_where_texts_of_a_prompt_are_compared(tmp_path):
     folder = synthetic_traces(tmp_path / "traces", prompts=8, samples=1, shards=1)
-    with pytest.raises(ValueError, match="one text a prompt, .* gather with --samples 4"):
+    with pytest.raises(ValueError, match="one text a prompt, .* gather with --samples 4, or train with"):
         train(traces=str(folder), out=str(tmp_path / "train"))
+    for objective in ("attribution", "bounded"):
+        out = train(traces=str(folder), out=str(tmp_path / objective), epochs=1, objective=objective)
+        assert (out / "head.safetensors").is_file()
 
 
 def test_traces_of_two_pairs_are_refused(traces, tmp_path):

@@ -220,6 +220,7 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
             say(f"{folder} is already trained; choose another --out to train again")
             return folder
         data.setup()
+        _refuse_single(model, data)
         if model.settings["patience"] and not (len(data.held_index) and trainer.limit_val_batches):
             raise ValueError(
                 "`patience` waits for the loss on held-out prompts, and none are held out; give --data.validation 0.1 "
@@ -227,7 +228,7 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
             )
         if first:
             write_json(folder / "settings.json", settings)
-            _announce(data)
+            _announce(model, data)
         checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if checkpoint:
             refuse_damaged(checkpoint)
@@ -294,7 +295,17 @@ def _refuse_damaged_result(folder: Path) -> None:
         )
 
 
-def _announce(data: TraceModule) -> None:
+def _refuse_single(model: VerifierModule, data: TraceModule) -> None:
+    """The policy gradient compares the texts of a prompt; the other objectives do not."""
+    prompt = data.texts.prompt
+    if model.settings["objective"] == "reinforce" and len(prompt) == len(prompt.unique()):
+        raise ValueError(
+            f"the traces in {data.folders[0]} have one text a prompt, so a reward cannot be compared with the mean of "
+            "its prompt; gather with --samples 4, or train with --model.objective attribution"
+        )
+
+
+def _announce(model: VerifierModule, data: TraceModule) -> None:
     texts = data.texts
     tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
     print(
@@ -302,7 +313,7 @@ def _announce(data: TraceModule) -> None:
         f"mean reward {texts.reward.mean():.3f}",
         flush=True,
     )
-    if not texts.advantage[data.train_index].any():
+    if model.settings["objective"] == "reinforce" and not texts.advantage[data.train_index].any():
         print("note: the texts of every prompt have equal rewards, so only the acceptance term can teach anything")
 
 
