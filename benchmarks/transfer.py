@@ -59,12 +59,11 @@ def run(
         seed: of the gathered prompts and texts and of training.
         threads: CPU threads.
     """
-    common = dict(
-        target=target, draft=draft, task=task, data=data, max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens, threads=threads,
-    )  # fmt: skip
     prompts = {"train": rollouts // 4, "validation": validation_prompts, "test": test_prompts}
-    world = World(Path(out), common, prompts, likelihood)
+    world = World(
+        out, prompts, likelihood, target=target, draft=draft, task=task, data=data,
+        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, threads=threads,
+    )  # fmt: skip
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
     baseline = world.measure("validation", "none")
     rows = rows_of("exact", exact, exact, None)

@@ -18,15 +18,18 @@ from __future__ import annotations
 import os
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..data.gather import gather
+from ..data.module import likelihood as likelihood_of
 from ..data.tasks import DataOptions
 from ..data.traces import read_manifest, read_shards, write_manifest
 from ..eval.quality import bootstrap, paired_bootstrap
 from ..eval.statement import statements
 from ..export.command import export
+from ..train.objectives import acceptance, substitution
 from ..train.rounds import Stages, run_rounds
 
 ROUNDS = 3
@@ -97,12 +100,11 @@ def run(
         epochs: most passes over the texts.
         threads: CPU threads.
     """
-    common = dict(
-        target=target, draft=draft, task=task, data=data, max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens, threads=threads,
-    )  # fmt: skip
     prompts = {"train": gathered // 4, "validation": validation_prompts, "test": test_prompts}
-    world = World(Path(out), common, prompts, likelihood)
+    world = World(
+        out, prompts, likelihood, target=target, draft=draft, task=task, data=data,
+        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, threads=threads,
+    )  # fmt: skip
     exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
     rows = rows_of("exact", exact, exact, None)
     rows += rows_of("oracle", ceiling, exact, ceiling) if oracle else []
@@ -123,10 +125,10 @@ def run(
 
 
 class World:
-    """One pair and task: gathers, trains and measures into one folder, and never twice."""
+    """One pair and task: gathers, trains and measures into one folder, and never twice; `common` goes to `gather`."""
 
-    def __init__(self, out: Path, common: dict, prompts: dict[str, int], likelihood: bool):
-        self.out, self.common, self.prompts, self.likelihood = out, common, prompts, likelihood
+    def __init__(self, out: str, prompts: dict[str, int], likelihood: bool, **common: Any):
+        self.out, self.common, self.prompts, self.likelihood = Path(out), common, prompts, likelihood
 
     def measure(self, split: str, relaxation: str) -> dict[str, list[float]]:
         """Per prompt: score, sums of step acceptance and substitutions over positions, number of positions."""
@@ -139,11 +141,9 @@ class World:
             length = shard.start.diff()
             text = torch.repeat_interleave(torch.arange(shard.texts), length)
             weight, tv = shard.weight.double(), shard.tv.double()
-            for name, value in (("acceptance", 1 - (1 - weight) * tv), ("substitutions", weight * tv)):
+            for name, value in (("acceptance", acceptance(weight, tv)), ("substitutions", substitution(weight, tv))):
                 found[name] += torch.zeros(shard.texts).double().index_add(0, text, value).tolist()
-            own = shard.target_prob.double().clamp_min(1e-30).log()
-            logprob = torch.zeros(shard.texts).double().index_add(0, text, own)
-            found["score"] += ((logprob / length) if self.likelihood else shard.reward).tolist()
+            found["score"] += (likelihood_of(shard) if self.likelihood else shard.reward).tolist()
             found["positions"] += length.tolist()
         return found
 

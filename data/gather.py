@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -214,28 +213,19 @@ class _Gathering:
         )
 
     def _gather(self, missing: list[int]) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from ..runtime.progress import bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        bar = Progress(*columns, console=console) if console.is_terminal else nullcontext()
         began, tokens = time.perf_counter(), 0
-        with bar:
-            step = (
-                bar.add_task("gather", total=len(self.units), completed=len(self.entries))
-                if console.is_terminal
-                else None
-            )
+        with bar() as progress:
+            step = progress.add_task("gather", total=len(self.units), completed=len(self.entries))
             for unit in missing:
                 shard = self._unit(unit)
                 self.entries[unit] = write_shard(self.out, unit, shard)
                 self._write(complete=False)
                 tokens += shard.tokens
                 rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
-                if step is not None:
-                    bar.update(step, advance=1, description=f"gather {rate}")
-                else:
+                progress.update(step, advance=1, description=f"gather {rate}")
+                if progress.disable:
                     print(f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True)
         seconds = time.perf_counter() - began
         print(f"gathered {tokens} tokens in {seconds:.1f} s, {rate} (sampled tokens, the end token included)")

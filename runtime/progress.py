@@ -12,6 +12,12 @@ from rich.progress import Progress as Bar
 EVERY = 20.0  # seconds between lines where there is no terminal
 
 
+def bar() -> Bar:
+    """What is done, how much of it, and the time that the rest will take; silent without a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+
+
 class Progress:
     """Counts what `decode` reports as `on_step`; a context manager, on standard error.
 
@@ -20,8 +26,7 @@ class Progress:
 
     def __init__(self, total: int, done: int):
         self.total, self.before, self.done, self.tokens = total, done, done, 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self.bar = bar()
         self.task = self.bar.add_task("decode", total=total, completed=done)
         self.began = self.said = time.monotonic()
 
