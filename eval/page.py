@@ -154,8 +154,13 @@ def _verdict(one: Statement) -> Markup:
     return tag(
         "div", tag("span", one.verdict, class_=f"verdict {one.verdict.replace(' ', '-')}"), against,
         f"{number(one.learned, 3)} against {number(one.static, 3)}, difference {signed(one.difference, 3)} "
-        f"[{number(low, 3)}, {number(high, 3)}]{corrected}{needed}.",
+        f"[{number(low, 3)}, {number(high, 3)}]{corrected}{needed}.", [_of_gate(one, *gate) for gate in one.gates],
     )  # fmt: skip
+
+
+def _of_gate(one: Statement, gate: str, gain: float) -> str:
+    share = f", of which this is {100 * one.difference / gain:.0f} %" if gain > 0 else ""
+    return f" The gate {gate} gains {signed(gain, 3)} over static blending of its quality{share}."
 
 
 def _operating_point(source: str, card: dict[str, Any]) -> Markup | None:

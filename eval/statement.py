@@ -14,13 +14,16 @@ Below the lowest static quality there is nothing to compare with, and a point th
 where more than 2.5 % of resamples lie there the verdict is not `better`. See `nominal` for how often the rest errs.
 
 Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
+
+Where a gate given as code was measured beside it, such as the oracle of `sums`, which knows which tokens are wording,
+the same difference is taken at the gate's quality: what a learned point could have gained.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -45,6 +48,7 @@ class Statement:
     below: share of resamples in which the learned point's quality is lower than every static one's.
     verdict: of the corrected interval: better, worse or not shown; prompts_needed: that would show this difference in
         80 % of trials, or None.
+    gates: (relaxation, difference) of every gate given as code on the same prompts, at that gate's own quality.
     """
 
     method: str
@@ -65,6 +69,7 @@ class Statement:
     verdict: str
     prompts: int
     prompts_needed: int | None
+    gates: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         more = "" if self.prompts_needed is None else f" (about {self.prompts_needed} prompts would show it)"
@@ -77,10 +82,11 @@ class Statement:
             corrected = (
                 f", [{self.corrected_low:+.3f}, {self.corrected_high:+.3f}] corrected for {self.looked} learned points"
             )
+        gates = "".join(f"; the gate {name} gains {difference:+.3f}" for name, difference in self.gates)
         return (
             f"{self.method} {self.relaxation}{at}: {self.verdict}{more} than static blending of the same quality "
             f"({self.quality:.4f}) in {self.speed}: {self.learned:.3f} against {self.static:.3f}, difference "
-            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}, {self.prompts} prompts"
+            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}, {self.prompts} prompts{gates}"
         )
 
 
@@ -167,9 +173,17 @@ def statements(
     prompts = sorted(set.intersection(*(set(cells[name]) for name in names)))
     if len(prompts) < 2:
         raise ValueError(f"{relaxation} and the static points share {len(prompts)} prompts; measure them on the same")
-    tables = {column: table([cells[name] for name in names], prompts, column) for column in COLUMNS}
+    gates = [name for name in cells if describe(name)[0] == "gate" and cells[name].keys() >= set(prompts)]
+    tables, *beside = (
+        {column: table([cells[name] for name in (first, *names[1:])], prompts, column) for column in COLUMNS}
+        for first in (relaxation, *gates)
+    )
     point = (method, relaxation, *groups[0][1:])
-    return [_compare(point, speed, tables, looked, resamples, seed) for speed in SPEEDS]
+    found = [_compare(point, speed, tables, looked, resamples, seed) for speed in SPEEDS]
+    return [
+        replace(one, gates=tuple((name, _gain(table, one.speed)) for name, table in zip(gates, beside, strict=True)))
+        for one in found
+    ]
 
 
 COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
@@ -198,10 +212,9 @@ def _compare(
     point: tuple, speed: str, tables: dict[str, numpy.ndarray], looked: int, resamples: int, seed: int
 ) -> Statement:
     count = tables["score"].shape[1]
-    quality, speeds = _points(tables, speed, numpy.ones((1, count)))
-    static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
+    quality, learned, static = _observed(tables, speed)
     drawn, below = differences(tables, speed, resamples, seed)
-    difference = float(speeds[0, 0] - static[0])
+    difference = learned - static
     tails = 100 * LEVEL / 2 / numpy.array([1, looked])
     (low, corrected_low), (high, corrected_high) = (
         map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
@@ -213,9 +226,21 @@ def _compare(
         wanted = NormalDist().inv_cdf(1 - LEVEL / 2 / looked) + NormalDist().inv_cdf(POWER)
         needed = math.ceil(count * (wanted * float(numpy.std(drawn)) / difference) ** 2)
     return Statement(
-        *point, speed, float(quality[0, 0]), float(speeds[0, 0]), float(static[0]), difference, low, high, looked,
-        corrected_low, corrected_high, below, verdict, count, needed,
+        *point, speed, quality, learned, static, difference, low, high, looked, corrected_low, corrected_high, below,
+        verdict, count, needed,
     )  # fmt: skip
+
+
+def _gain(tables: dict[str, numpy.ndarray], speed: str) -> float:
+    _, learned, static = _observed(tables, speed)
+    return learned - static
+
+
+def _observed(tables: dict[str, numpy.ndarray], speed: str) -> tuple[float, float, float]:
+    """Quality and speed of the first point, and the speed of static blending at that quality, on all prompts."""
+    quality, speeds = _points(tables, speed, numpy.ones((1, tables["score"].shape[1])))
+    static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
+    return float(quality[0, 0]), float(speeds[0, 0]), float(static[0])
 
 
 def differences(tables: dict[str, numpy.ndarray], speed: str, resamples: int, seed: int) -> tuple[numpy.ndarray, float]:

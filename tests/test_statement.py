@@ -106,6 +106,16 @@ def test_every_bias_that_is_looked_at_widens_the_interval_that_decides():
     assert [statement.looked for statement in chosen] == [1, 1, 1, 1]
 
 
+def test_what_a_gate_given_as_code_gains_stands_beside_what_a_head_gains():
+    """A head with the same texts as the gate has the same difference; a gate that lacks prompts is left out."""
+    records = world(100, 0, weight=0.4, bonus=0.2)
+    gate = [r | {"relaxation": "package.module:oracle"} for r in records if r["relaxation"] == "runs/x/bundle"]
+    for one, plain in zip(every_statement(records + gate), every_statement(records), strict=True):
+        assert one.gates == (("package.module:oracle", one.difference),) and plain.gates == ()
+        assert str(one) == f"{plain}; the gate package.module:oracle gains {one.difference:+.3f}"
+    assert not any(one.gates for one in every_statement(records + gate[1:]))
+
+
 def test_a_plan_says_what_each_point_is_compared_with():
     names = ("none", "ensemble:0.2", "a/b", "a/b;bias=1", "diversed.assets.sums:oracle")
     points = [*(("token", name, 1.0, 5) for name in names), ("token", "a/b", 0.5, 5)]
