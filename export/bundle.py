@@ -91,7 +91,8 @@ def add_bias(head: WeightHead, bias: float) -> None:
 def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> Path:
     """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced."""
     folder = Path(folder)
-    ours = {*FILES, *(f".{name}.part" for name in FILES)}  # the latter from a process killed while it wrote
+    # custom_generate is from hf.py, the latter from a process killed while it wrote
+    ours = {*FILES, "custom_generate", *(f".{name}.part" for name in FILES)}
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= ours):
         raise FileExistsError(f"{folder} exists and is not a bundle; give another folder to write the bundle to")
     folder.parent.mkdir(parents=True, exist_ok=True)

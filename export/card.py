@@ -95,6 +95,7 @@ def model_card(card: dict[str, Any]) -> str:
         draft_length=card["draft_length"],
         bias=f"{card['bias']:g}",
         traces=str(card["training"]["traces_sha256"])[:16],
+        transformers=_TRANSFORMERS if card.get("custom_generate") else "",
         calibration=_calibration(card.get("calibration"), card["metric"]),
         cost=_cost(card["frontier"], card["metric"]),
         portable=(
@@ -135,7 +136,7 @@ diversed decode --target TARGET --draft DRAFT --relaxation THIS_FOLDER --prompt 
 from diversed import load_bundle
 bundle = load_bundle("THIS_FOLDER", target, draft)  # refuses models it was not trained for
 ```
-
+{transformers}
 One knob needs no retraining: `--relaxation "THIS_FOLDER;bias=-1"` is closer to the target, `bias=1` is faster.
 
 {calibration}## What it costs
@@ -149,6 +150,14 @@ One knob needs no retraining: `--relaxation "THIS_FOLDER;bias=-1"` is closer to 
 - {portable}
 
 Made with {versions}.
+"""
+
+_TRANSFORMERS = """
+In transformers, where `diversed` is installed:
+
+```python
+target.generate(**inputs, assistant_model=draft, custom_generate="THIS_FOLDER", trust_remote_code=True)
+```
 """
 
 _COST_NOTE = """
@@ -214,6 +223,7 @@ def _header(card: dict[str, Any]) -> str:
     names = [card["models"][role]["name"] for role in ("target", "draft")]
     hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
     lines = ["library_name: diversed", "pipeline_tag: text-generation", "tags:", "- speculative-decoding", "- diversed"]
+    lines += ["- custom_generate"] if card.get("custom_generate") else []
     if hub:
         lines += ["base_model:", *(f"- {json.dumps(name)}" for name in hub)]
     return "\n".join(["---", *lines, "---"])

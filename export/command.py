@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ def export(
     bias: float = 0.0,
     any_pair: bool = False,
     results: str | None = None,
+    format: Literal["bundle", "hf"] = "bundle",
 ) -> None:
     """Write a bundle: the trained head with a card that says what it is for, checked when it is loaded.
 
@@ -37,6 +38,7 @@ def export(
         any_pair: let the bundle be used with other models than it was trained for, with a warning; for gates that read
             the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
+        format: bundle, or hf: a bundle that is also a repository for `custom_generate` of transformers.
     """
     if draft_length < 1:
         raise ValueError(f"`draft_length` must be at least 1 token, got {draft_length}")
@@ -52,11 +54,15 @@ def export(
         )
     add_bias(head, bias)
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
-    write_bundle(out, head, card)
+    write_bundle(out, head, card | ({"custom_generate": True} if format == "hf" else {}))
     if results:
         from ..eval.speed import summarise
 
         add_frontier(out, summarise(results))
+    if format == "hf":
+        from .hf import add_custom_generate
+
+        add_custom_generate(out)
     relaxation = out if card["head"]["blend"] == "probabilities" else f"'{out};blend={card['head']['blend']}'"
     print(f"bundle written to {out}: load it with --relaxation {relaxation}")
 
