@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..verifier.law import DraftTree, Verdict, draw
-from ..verifier.multipath import choose_paths
 from ..verifier.relax import relax, substitutions
 from .chain import sample, serves
 from .chain import verdict as chain_verdict
@@ -22,6 +21,7 @@ from .completion import Completion, Request, cut, stopped
 from .drafting import children
 from .model import Model, Output
 from .sampling import probabilities
+from .selector import Known
 from .uniforms import uniforms
 
 if TYPE_CHECKING:
@@ -53,24 +53,27 @@ class Batch:
         self.draft_length = self.length.clone()
         self.lengths, self.draft_lengths = self.length.tolist(), self.length.tolist()
         self.serial = serves(engine.law, engine.shape.parents, self.device)
-        self.lanes = 3 + int(engine.shape.lanes.max())
+        self.lanes = 3 + max(lane for shape in engine.shapes for lane in shape.lane_list)
         self.stock = 0  # steps that `table` still has random numbers for
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
         self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
         self.ends = self.recent.tolist()
-        self.before = tuple(torch.zeros(2, len(requests), 1, pair.vocab, device=self.device))
+        self.before = engine.selector.nothing(len(requests), pair, self.device)
         self.prefilled = tokens.shape[1] - 1
         capacity = self.capacity()
         self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
         prefill(pair.target, tokens[:, :-1], self.target_cache)
-        if engine.shape.depth:
+        if engine.depth:
             prefill(pair.draft, tokens[:, :-1], self.draft_cache)
+        if engine.selector.looks_back:
+            self.draft_lengths = [max(length - 1, 0) for length in self.lengths]
+            self.draft_length = (self.length - 1).clamp_min(0)
 
     def capacity(self) -> int:
         """Slots that the longest request here can come to need: its text and a tree, rounded up to SLOTS."""
         longest = max(len(request.tokens) + request.new_tokens for request in self.requests)
-        return -(-(longest + self.engine.shape.depth + self.engine.shape.nodes + 3) // SLOTS) * SLOTS
+        return -(-(longest + self.engine.depth + self.engine.shape.nodes + 3) // SLOTS) * SLOTS
 
     def select(self, rows: list[int]) -> None:
         """Keep only these batch rows."""
@@ -109,7 +112,11 @@ class Batch:
         """
         engine = self.engine
         coins = self._coins()
-        tokens, draft, draft_hidden = (self._draft_chain if self.serial else self._draft)(coins[:, 2:])
+        root, paths = self._begin() if engine.depth else ((None, None), None)
+        if self.serial:
+            tokens, draft, draft_hidden = self._draft_chain(root, coins[:, 2:])
+        else:
+            tokens, draft, draft_hidden = self._draft(root, paths, coins[:, 2:])
         engine.lap("draft")
         target, target_hidden = self._target(tokens)
         engine.lap("target")
@@ -117,7 +124,7 @@ class Batch:
         weight = None
         if engine.gate:
             hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.hidden else None
-            weight = engine.gate(draft, target, hidden)
+            weight = engine.gate(draft, target, hidden if engine.gate.needs_hidden else None)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
         if self.serial:
             verdict = chain_verdict(engine.law, relaxed, coins[:, :2])
@@ -134,7 +141,8 @@ class Batch:
             spent = [done[i].substitutions for i in self.indices]
             self.spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         if len(engine.shapes) > 1:
-            self._remember(tree, verdict)
+            path, accepted = self._path(verdict), self._accepted(verdict)
+            self.before = engine.selector.remember(tree, target_hidden, path, accepted)
         if not self.even:
             self._compact(verdict)
         self._advance(blocks)
@@ -142,7 +150,7 @@ class Batch:
 
     def _coins(self) -> Tensor:
         """[B, 2 + lanes] this step's random numbers, from a table that reaches as far as the next steps can go."""
-        steps, reach = AHEAD if self.lanes <= MOST_LANES else 1, self.engine.shape.depth + 1
+        steps, reach = AHEAD if self.lanes <= MOST_LANES else 1, self.engine.depth + 1
         if not self.stock:
             ahead = 1 + (steps - 1) * reach
             position = self.length.unsqueeze(1) + torch.arange(1, ahead + 1, device=self.device)
@@ -150,7 +158,7 @@ class Batch:
             self.table, self.since = table.view(len(position), ahead, -1), list(self.lengths)
             self.stock = steps
         self.stock -= 1
-        if self.even and len(set(self.since)) == 1:
+        if self.aligned and len(set(self.since)) == 1:
             return self.table[:, self.lengths[0] - self.since[0]]
         gone = [now - then for now, then in zip(self.lengths, self.since, strict=True)]
         return self.table[torch.arange(len(gone), device=self.device), torch.tensor(gone, device=self.device)]
@@ -158,38 +166,64 @@ class Batch:
     @property
     def even(self) -> bool:
         """Whether a chain's slot is its position in every row, so that nothing needs a mask of its own or moves."""
-        return self.serial and len(set(self.lengths)) == 1 == len(set(self.draft_lengths))
+        return self.serial and self.aligned
 
-    def _draft_chain(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows have the same lengths."""
+        return len(set(self.lengths)) == 1 == len(set(self.draft_lengths))
+
+    @property
+    def drafted_depths(self) -> int:
+        """Depths of this step's tree on which the draft is run."""
+        return self.shape.depth + self.engine.leaf
+
+    def _begin(self) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+        """Run the draft on the root and choose this step's tree: ((rows [B, 1, V], hidden states [B, 1, H]) of the
+        root, number of paths [B] where requests differ in it).
+        """
+        engine = self.engine
+        out = self._draft_root()
+        rows = probabilities(out.logits.to(self.device), engine.sampling)
+        hidden = out.hidden.to(self.device) if engine.hidden else None
+        paths = None
+        if len(engine.shapes) > 1:
+            known = Known(self.before, rows, hidden, self.length, self.lengths, self.active)
+            chosen, paths = engine.selector.choose(known)
+            self.shape = engine.shapes[chosen]
+            self.serial = serves(engine.law, self.shape.parents, self.device)
+        return (rows[:, -1:], hidden[:, -1:] if engine.hidden else None), paths
+
+    def _draft_chain(self, root: tuple, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`_draft` for a chain, all of whose tokens are present."""
-        engine, ran = self.engine, []
+        engine, ran, lanes = self.engine, [root] if self.shape.depth else [], self.shape.lane_list
         tokens = self.recent[:, 1:]
-        for depth in range(engine.drafted_depths):
-            out = self._draft_level(tokens, depth) if depth else self._draft_root()
-            level = probabilities(out.logits, engine.sampling)
-            ran.append((level, out.hidden))
+        for depth in range(self.drafted_depths):
+            if depth:
+                out = self._draft_level(tokens, depth)
+                ran.append((probabilities(out.logits, engine.sampling), out.hidden))
             if depth < self.shape.depth:
-                tokens = torch.cat([tokens, sample(level, coins[:, depth])], 1)
+                tokens = torch.cat([tokens, sample(ran[-1][0], coins[:, lanes[depth + 1]])], 1)
         rows, hidden = self._padded(ran)
         refuse_nan(rows, "draft", self.indices)
         return tokens, rows, hidden
 
-    def _draft(self, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _draft(self, root: tuple, paths: Tensor | None, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H].
 
-        coins: [B, lanes] in [0, 1), see `Topology.lanes`.
+        root, paths: see `_begin`; coins: [B, lanes] in [0, 1), see `Topology.lanes`.
         """
-        engine, size, ran, paths = self.engine, len(self.length), [], None
-        tokens = self.recent[:, 1:]
-        for depth in range(engine.drafted_depths):
-            out = self._draft_level(tokens, depth) if depth else self._draft_root()
-            level = probabilities(out.logits.to(self.device), engine.sampling)
+        engine, size, ran = self.engine, len(self.length), []
+        tokens, (level, hidden) = self.recent[:, 1:], root
+        for depth in range(self.drafted_depths):
+            if depth:
+                out = self._draft_level(tokens, depth)
+                level = probabilities(out.logits.to(self.device), engine.sampling)
+                hidden = out.hidden.to(self.device) if engine.hidden else None
             refuse_nan(level, "draft", self.indices)
-            if depth == 0:
-                paths = self._choose_shape(level[:, 0])
             present = (tokens[:, self.shape.levels[depth] :] >= 0).unsqueeze(-1)
             level = level * present
-            ran.append((level, out.hidden.to(self.device) if engine.hidden else None))
+            ran.append((level, hidden))
             if depth < self.shape.depth:
                 first, last = self.shape.levels[depth + 1 : depth + 3]
                 coin = coins[:, self.shape.lanes[first:last].to(self.device)].reshape(size, level.shape[1], -1)
@@ -209,25 +243,6 @@ class Batch:
             return rows, None
         missing = torch.zeros(size, rest, self.engine.pair.draft.hidden_size, device=self.device)
         return rows, torch.cat([*(states.float() for _, states in ran), missing], 1)
-
-    def _choose_shape(self, root: Tensor) -> Tensor | None:
-        """Set this step's tree from what is known before it is drawn; [B] number of paths where requests differ in it.
-
-        root: [B, V] the draft's rows at the root.
-        """
-        shapes = self.engine.shapes
-        if len(shapes) == 1:
-            return None
-        paths = choose_paths(*self.before, root, max(shapes))
-        self.shape = shapes[int(paths.max())]
-        return paths
-
-    def _remember(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Keep the rows of this block's committed positions: what the next step's number of paths is chosen from."""
-        path = self._path(verdict)
-        on_path = torch.arange(path.shape[1], device=self.device) <= self._accepted(verdict).unsqueeze(1)
-        at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
-        self.before = tree.target.gather(1, at), tree.draft.gather(1, at) * on_path.unsqueeze(-1)
 
     def _path(self, verdict: Verdict) -> Tensor:
         """[B, L + 1] nodes from the root to the stopping node, which is repeated after it."""
@@ -252,13 +267,16 @@ class Batch:
         return self.engine.pair.draft(found, positions, visible, self.draft_cache, start, self.engine.hidden)
 
     def _draft_root(self) -> Output:
-        """Run the draft on the root and, where the last block was accepted whole, on the token before it."""
+        """Run the draft on the root and, where the last block was accepted whole, on the token before it.
+
+        Outputs of the root, or of both tokens where the selector looks back.
+        """
         model, start = self.engine.pair.draft, max(self.draft_lengths)
         width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
-        if self.even:
+        if self.aligned:
             positions = torch.arange(start, start + width, device=self.device).expand(len(self.lengths), -1)
             out = model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
-            return Output(out.logits[:, -1:], out.hidden[:, -1:] if out.hidden is not None else None)
+            return self._last(out)
         lacking = self.length - self.draft_length
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
@@ -273,8 +291,11 @@ class Batch:
         self._move(
             self.draft_cache, source, torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1)
         )
-        hidden = out.hidden[:, -1:] if out.hidden is not None else None
-        return Output(out.logits[:, -1:], hidden)
+        return self._last(out)
+
+    def _last(self, out: Output) -> Output:
+        kept = 2 if self.engine.selector.looks_back else 1
+        return Output(out.logits[:, -kept:], out.hidden[:, -kept:] if out.hidden is not None else None)
 
     def _tree_visible(self, length: Tensor, base: int, first: int, last: int, root: int) -> Tensor:
         """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors and themselves.
@@ -304,7 +325,7 @@ class Batch:
     def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, verdict: Verdict):
         """Lists, one a row: substitutions and the draft's share along its path, see `Completion.add_step`."""
         if relaxed is tree:  # every row is the target's own
-            ran = self.engine.drafted_depths
+            ran = self.drafted_depths
             share = [0.0] * ran + [float("nan")] * (self.shape.depth + 1 - ran)
             return [[0.0] * len(share)] * len(tree.tokens), [share] * len(tree.tokens)
         cost, path = substitutions(tree, relaxed), self._path(verdict)
@@ -345,7 +366,7 @@ class Batch:
             drafted = [depth for depth, token in nodes if 0 < depth <= reach and token >= 0]
             accepted = min(len(block) - 1, len(new))
             completion.add_step(new, accepted, drafted, shape.depth, cost[row], share[row])
-            completion.draft_calls += self.engine.drafted_depths
+            completion.draft_calls += self.drafted_depths
             if not self.active[row]:
                 text = self.engine.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True)
                 completion.text, completion.seconds = cut(text, request.stop), time.perf_counter() - self.began[row]
@@ -375,8 +396,10 @@ class Batch:
         run = self._drafted_below_root()
         for row, block in enumerate(blocks):
             if self.active[row]:
-                self.draft_lengths[row] = self.lengths[row] + 1 + min(len(block) - 2, run)
+                here = self.lengths[row] + 1 + min(len(block) - 2, run)
                 self.lengths[row] += len(block) - 1
+                # a selector looks at the draft before the root, which is one token to run again
+                self.draft_lengths[row] = min(here, self.lengths[row] - self.engine.selector.looks_back)
                 self.ends[row] = block[-2:]
         self.length = torch.tensor(self.lengths, device=self.device)
         self.draft_length = torch.tensor(self.draft_lengths, device=self.device)
@@ -384,7 +407,7 @@ class Batch:
 
     def _drafted_below_root(self) -> int:
         """Depths below the root whose keys and values the draft's cache holds."""
-        return max(self.engine.drafted_depths - 1, 0)
+        return max(self.drafted_depths - 1, 0)
 
     def _keep(self, cache, source: Tensor, destination: Tensor, real: Tensor, idle: int) -> None:
         """Move the real entries; the others copy the slot `idle`, which no real entry names, onto itself."""

@@ -22,8 +22,8 @@ from .graphs import StaticBatch, StaticStep, obstacle
 from .limits import SEEDS, within
 from .model import Pair
 from .sampling import Sampling
+from .selector import Selector, make_selector
 
-MOST_PATHS = 4
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
 REFILL = 0.125
 STAGES = ("prefill", "draft", "target", "verify", "commit")
@@ -55,8 +55,8 @@ def decode(
     relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has one for each
                     prompt; those of one relaxation are decoded together, one relaxation after the other.
     draft_length:   tokens on a drafted path.
-    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; branches `auto` lets gbv choose
-                    1 to 4 paths before each step.
+    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such as `auto` or
+                    `3x4+2` names what chooses the shape before each step, see `selector`.
     drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
@@ -97,17 +97,6 @@ def run_grouped(
     return {i: done[i] for i in requests}
 
 
-def _shapes(method: str, drafting: str, draft_length: int, branches: Branches, trunk: int) -> dict[int, Topology]:
-    """The trees that a step may grow, by their number of branches; more than one only for `auto`."""
-    within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
-    if branches != "auto":
-        branches = default_branches(drafting, draft_length) if branches is None else branches
-        return {1: topology(drafting, draft_length, branches, trunk)}
-    if method != "gbv":
-        raise ValueError(f"`branches` auto chooses the number of paths of gbv before each step, got method {method!r}")
-    return {paths: topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)}
-
-
 class Engine:
     """One method, relaxation and tree shape over one pair; checks all of it once, then runs batches."""
 
@@ -130,24 +119,32 @@ class Engine:
                 raise ValueError(
                     f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
                 )
-            self.law, self.shapes = methods.method("token").unchecked, {1: Topology("chain", (-1,), (0, 1))}
-            self.kernel = None
+            self.law, self.kernel = methods.method("token").unchecked, None
+            self.selector = Selector([Topology("chain", (-1,), (0, 1))])
         else:
             chosen = methods.method(method)
             drafting = drafting or chosen.drafting
             chosen.require(drafting)
-            self.law, self.shapes = chosen.unchecked, _shapes(method, drafting, draft_length, branches, trunk)
-            self.kernel = chosen.kernel
-        self.shape, self.trunk = self.shapes[max(self.shapes)], trunk
+            self.law, self.kernel = chosen.unchecked, chosen.kernel
+            within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
+            if isinstance(branches, str):
+                self.selector = make_selector(branches, method, drafting, draft_length, trunk, pair, self.sampling)
+            else:
+                branches = default_branches(drafting, draft_length) if branches is None else branches
+                self.selector = Selector([topology(drafting, draft_length, branches, trunk)])
+        self.shapes, self.trunk = self.selector.shapes, trunk
+        self.shape = max(self.shapes, key=lambda shape: shape.nodes)
+        self.depth = max(shape.depth for shape in self.shapes)
         self.gate = load_gate(self.relaxation, pair, self.sampling)
-        self.hidden = bool(self.gate and self.gate.needs_hidden)
-        self.drafted_depths = self.shape.depth + (1 if relax_leaf and self.shape.depth else 0)
+        self.hidden = bool(self.gate and self.gate.needs_hidden) or self.selector.looks_back
+        self.leaf = int(relax_leaf and self.depth > 0)
+        self.drafted_depths = self.shape.depth + self.leaf
         self.steps: dict[tuple, StaticStep] = {}  # of graphs.py, the last used last
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
 
     def check(self, index: int, request: Request) -> None:
         """Refuse a request whose prompt, text and a tree beyond it do not fit; see `check_prompts`."""
-        check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.shape.depth)
+        check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.depth)
 
     @torch.no_grad()
     def run(

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from ..verifier.law import depths, inverse_cdf
 
 MAX_NODES = 512
-Branches = int | list[int] | Literal["auto"] | None
+Branches = int | list[int] | str | None  # a text is for `selector.make_selector`
 MAX_PATHS = 64
 
 
@@ -77,6 +76,15 @@ class Topology:
     @cached_property
     def depth_list(self) -> list[int]:
         return self.depths.tolist()
+
+    @cached_property
+    def chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.parents == tuple(range(-1, self.nodes - 1))
+
+    @cached_property
+    def lane_list(self) -> list[int]:
+        return self.lanes.tolist()
 
     @cached_property
     def lanes(self) -> Tensor:
