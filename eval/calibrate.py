@@ -115,6 +115,13 @@ def calibrate(
             )
         tried = choose(_measured(sweep, names), max_quality_drop, level)
         _tell(tried, max_quality_drop, level)
+        exact = _exact_score(sweep)
+        if exact <= max_quality_drop:
+            print(
+                f"note: exact decoding itself scores {exact:.3f} on these prompts, so nothing could lose more than "
+                f"{max_quality_drop:g} and this shows nothing about quality; give a smaller --max_quality_drop, or a "
+                "task that the target can do"
+            )
         evidence = {
             "max_quality_drop": max_quality_drop, "level": level, "test": "betting, arXiv 2010.09686, fixed sequence",
             "tried": tried, "method": method, "seeds": seeds,
@@ -231,6 +238,11 @@ def _drops(sweep: Sweep, name: str) -> numpy.ndarray:
     if not all(((side >= -1) & (side <= 1)).all() for side in signed):
         raise ValueError(f"the scores of {sweep.task.name} must lie in [0, 1]; calibrate on a task whose score does")
     return 2 * numpy.mean(signed, axis=0)
+
+
+def _exact_score(sweep: Sweep) -> float:
+    scores = [record["score"] for record in read_results(sweep.file) if record["relaxation"] == "none"]
+    return sum(scores) / len(scores)
 
 
 def _tell(tried: list[dict[str, Any]], limit: float, level: float) -> None:

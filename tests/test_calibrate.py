@@ -127,6 +127,7 @@ def test_the_largest_justified_bias_is_written_into_the_bundle_with_its_evidence
     assert run(bundle, workplace, 0.4) == 0
     printed = capsys.readouterr().out
     assert "bias 1: quality drop +0.0000, at most" in printed and "now has bias 1 in its gate" in printed
+    assert "note: exact decoding itself scores 0.000 on these prompts, so nothing could lose more than 0.4" in printed
     card = load_bundle(bundle).card
     assert logit(bundle) == 1.0 and card["bias"] == 1.5 and card["frontier"] == []
     evidence = card["calibration"]
@@ -155,6 +156,18 @@ def test_where_no_bias_is_justified_the_gate_is_closed_and_says_so(workplace, bu
     with pytest.warns(UserWarning, match=r"is closed, decoding with it is exact: .* shown to lose at most 0.1"):
         gate = load_gate(parse(f"{bundle};bias=2"), workplace[1], Sampling())
     assert gate(*torch.rand(2, 5, 7).softmax(-1)).tolist() == [0.0] * 5
+
+
+def test_a_score_that_the_limit_could_not_exceed_is_told_and_no_other(workplace, bundle, capsys, monkeypatch):
+    """Every second text of the same prompts is right: half a score can lose more than .4, and less than .6."""
+    plain = Sweep.records
+
+    def scored(*arguments):
+        return (record | {"score": float(record["prompt"] % 2)} for record in plain(*arguments))
+
+    monkeypatch.setattr(Sweep, "records", scored)
+    assert run(bundle, workplace, 0.4) == 0 and "note: exact" not in capsys.readouterr().out
+    assert run(bundle, workplace, 0.6) == 0 and "note: exact decoding itself scores 0.500" in capsys.readouterr().out
 
 
 def test_a_bundle_of_another_head_is_not_calibrated_from_texts_of_the_old_one(workplace, bundle, capsys):
