@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from ..data.files import read_settings, write_whole
+from ..data.scores import SCORES
 from ..data.traces import sha256
 from .quality import resampled
 from .speed import POINT, SETTINGS, read_results, summarise
@@ -49,12 +50,15 @@ class Run:
     training: dict[str, Any] | None
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Every folder's facts; ValueError or OSError with one sentence where one is no run."""
+def read_runs(folders: Sequence[str | Path], quality: str = "score") -> list[Run]:
+    """Every folder's facts; ValueError or OSError with one sentence where one is no run.
+
+    quality: score, the task's, or likelihood, the target's mean log-probability of a token in its place.
+    """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"`runs` names a folder twice: {', '.join(map(str, paths))}; name each once")
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    return [_read(path, name, quality) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def remember(folder: Path) -> None:
@@ -70,7 +74,7 @@ def remember(folder: Path) -> None:
         write_whole(folder / COMMANDS, json.dumps(known, indent=1) + "\n")
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str, quality: str) -> Run:
     from ..export.bundle import read_card
 
     if not folder.is_dir():
@@ -78,6 +82,12 @@ def _read(folder: Path, name: str) -> Run:
     records = read_results(folder / RESULTS)
     if not records:
         raise ValueError(f"{folder / RESULTS} holds no result yet; run `diversed eval` to its end first")
+    if quality == "likelihood":
+        metric = SCORES["target_logprob"].metric
+        records = [
+            record | {"score": record["target_logprob"] / max(1, record["positions"]), "metric": metric}
+            for record in records
+        ]
     if not (folder / SETTINGS).is_file():
         raise FileNotFoundError(f"{folder / SETTINGS} does not exist; `diversed eval` writes it")
     settings = read_settings(folder / SETTINGS, "folder")

@@ -11,7 +11,7 @@ import hashlib
 import json
 from importlib.resources import files as packaged
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..data.files import write_whole
 from ..runtime.limits import within
@@ -45,6 +45,7 @@ def write_page(
     *,
     runs: list[str],
     out: str | None = None,
+    quality: Literal["score", "likelihood"] = "score",
     texts: int = 64,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -53,6 +54,8 @@ def write_page(
     Args:
         runs: folders that `diversed eval` or `diversed run` wrote.
         out: file to write; by default RUN/report.html, to be given where there are several runs.
+        quality: score, the task's; or likelihood, the target's mean log-probability of a token, where the target can
+            hardly do the task and scores tell nothing; the page is RUN/report-likelihood.html then.
         texts: texts of the learned point whose single tokens are looked at with both models; 0 leaves that out.
         trust_remote_code: run model code that comes with a checkpoint.
     """
@@ -63,8 +66,8 @@ def write_page(
         raise ValueError(f"`out` must be given to compare {len(runs)} runs, such as --out comparison.html")
     if out is not None and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
         raise FileNotFoundError(f"`out` must be a file in a folder that exists, got {out}")
-    found = read_runs(runs)
-    file = found[0].folder / PAGE if out is None else Path(out)
+    found = read_runs(runs, quality)
+    file = found[0].folder / (PAGE if quality == "score" else f"report-{quality}.html") if out is None else Path(out)
     return write_whole(file, page(found, [token_numbers(run, texts, trust_remote_code) for run in found]))
 
 

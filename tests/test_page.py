@@ -152,6 +152,16 @@ def test_the_verdicts_are_those_of_the_statements(tmp_path):
     assert "No learned point stands beside two or more static ones." in written(few)
 
 
+def test_quality_can_be_the_likelihood_where_the_task_is_too_hard(tmp_path):
+    """-8 nats over 12 positions in every text, so that points differ in speed alone and no texts in quality."""
+    folder = made(tmp_path / "run")
+    words = " ".join("".join(Reader(written(folder, quality="likelihood")).words).split())
+    assert (folder / "report-likelihood.html").is_file() and not (folder / "report.html").exists()
+    assert "Quality is target log-probability" in words
+    rows = read_runs([folder], "likelihood")[0].rows
+    assert [row["score"] for row in rows] == pytest.approx([-8 / 12] * len(rows), rel=1e-12)
+
+
 def test_intervals_of_a_speed_are_the_bootstrap_of_its_mean_where_every_text_has_one_call(tmp_path):
     folder, draws = made(tmp_path / "run"), random.Random(1)
     counts = [draws.randrange(1, 30) for _ in range(40)]
