@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .model import Pair
 
 # Options of an `Engine` besides the relaxation.
-TREE = ("method", "draft_length", "branches", "trunk", "drafting", "relax_leaf", "sampling")
+TREE = ("method", "draft_length", "branches", "trunk", "drafting", "relax_leaf", "sampling", "compile")
 
 
 def decode_command(
@@ -46,6 +46,7 @@ def decode_command(
     dtype: str = "auto",
     device: str = "cpu",
     threads: int = 1,
+    compile: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Continue a prompt and stream the text, or continue every prompt of a file; end with statistics.
@@ -78,6 +79,8 @@ def decode_command(
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, ..., or auto to spread the models.
         threads: CPU threads.
+        compile: compile the steps with torch.compile: faster, after a minute for every batch size and tree; Llama
+            family only, on a CPU with a C++ compiler.
         trust_remote_code: run model code that comes with a checkpoint.
     """
     options = dict(locals())

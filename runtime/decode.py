@@ -46,6 +46,7 @@ def decode(
     stop: tuple[str, ...] = (),
     seeds: list[int] | None = None,
     batch: int = 32,
+    compile: bool = False,
     on_step: OnStep | None = None,
 ) -> list[Completion]:
     """Continue every prompt by speculative decoding.
@@ -62,6 +63,7 @@ def decode(
     stop:           strings that end a text; they are cut off.
     seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
     batch:          prompts decoded together; where one ends the next begins.
+    compile:        compile the steps with torch.compile, which takes a minute for every batch size and tree.
     on_step:        called with (index of the prompt, its new tokens, whether they end its text) as they are committed;
                     `completion.Stream` makes text of them.
     """
@@ -78,7 +80,7 @@ def decode(
     pairs = enumerate(zip(prompts, seeds, strict=True))
     requests = {i: Request(prompt, seed, max_new_tokens, tuple(stop)) for i, (prompt, seed) in pairs}
     made = {
-        each: Engine(pair, method, each, draft_length, branches, trunk, drafting, relax_leaf, sampling)
+        each: Engine(pair, method, each, draft_length, branches, trunk, drafting, relax_leaf, sampling, compile)
         for each in dict.fromkeys(relaxations)
     }
     engines = {i: made[each] for i, each in enumerate(relaxations)}
@@ -111,6 +113,7 @@ class Engine:
         drafting: str | None = None,
         relax_leaf: bool = False,
         sampling: Sampling | None = None,
+        compile: bool = False,
     ):
         self.pair, self.sampling = pair, sampling or Sampling()
         self.relaxation = parse(relaxation) if isinstance(relaxation, str) else relaxation
@@ -141,6 +144,9 @@ class Engine:
         self.drafted_depths = self.shape.depth + self.leaf
         self.steps: dict[tuple, StaticStep] = {}  # of graphs.py, the last used last
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
+        self.compiled = compile
+        if compile and (reason := obstacle(self)):
+            raise ValueError(f"`compile` needs a step whose shapes never change: {reason}; leave `compile` out")
 
     def check(self, index: int, request: Request) -> None:
         """Refuse a request whose prompt, text and a tree beyond it do not fit; see `check_prompts`."""
@@ -157,9 +163,9 @@ class Engine:
         """Decode checked requests, `batch` of them (by default all) together; where one ends the next begins.
 
         Their keys are used in messages and `on_step`, and are the result's.
-        static: whether the static step of graphs.py decodes them; by default on a GPU, where it can.
+        static: whether the static step of graphs.py decodes them; by default on a GPU, where it can, and compiled.
         """
-        wanted = self.pair.target.device.type == "cuda" if static is None else static
+        wanted = self.compiled or self.pair.target.device.type == "cuda" if static is None else static
         reason = obstacle(self) if wanted else ""
         if static and reason:
             raise ValueError(f"`static` asks for a step that cannot be had here: {reason}")

@@ -13,11 +13,15 @@ that are not finite stands still too and is named when its step is read.
 
 graph 1, the draft: random numbers, one call of the draft a depth, children.
 graph 2, the target: one call on the tree, weights, verification, commit, and what the host will read.
+
+Shapes that never change can also be compiled: an engine that is `compiled` has both stages made into one program each
+by torch.compile, on a GPU before they are captured.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -175,6 +179,7 @@ class StaticStep:
     coins: random numbers of a row, two for the verdict and those of the children.
     kernel: of the method, None where its law verifies; `kernels` chooses, by default a kernel runs where it can.
     by_rows: whether rows of probabilities are kept, for the law, the gate, or a filter's cut.
+    stages: what draws the tree and what verifies it, as they are run.
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int, kernels: bool | None = None):
@@ -196,7 +201,13 @@ class StaticStep:
         host = [torch.zeros(size, width, dtype=torch.float64, pin_memory=cuda) for _ in range(2)]
         self.reads = [_Read(values, torch.cuda.Event() if cuda else None) for values in host]
         with torch.cuda.device_of(self.length):
-            self.stages = self._captured() if cuda else self._warmed()
+            self.stages = self.draw_tree, self.verify
+            self._warm()
+            if engine.compiled:
+                self.stages = tuple(map(_compiled, self.stages))
+                self._warm()
+            if cuda:
+                self._capture()
 
     def load(self, rows: list[int], source: Batch | StaticStep, filled: int) -> None:
         """Put the rows of `source`, of whose caches `filled` slots are written, in the place of these rows."""
@@ -215,26 +226,25 @@ class StaticStep:
             self.reads.reverse()
             return self.reads[0].copy(self.found)
 
-    def _warmed(self) -> tuple:
-        """Both stages, after one step of rows that stand still: it compiles, and fills what is computed once."""
-        stages = self.draw_tree, self.verify
-        for work in stages:
+    def _warm(self) -> None:
+        """One step of rows that stand still: it compiles, and fills what is computed once."""
+        for work in self.stages:
             work()
-        return stages
 
-    def _captured(self) -> tuple:
+    def _capture(self) -> None:
+        """Replace the stages by CUDA graphs of them."""
         side, pool = _shared(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            stages = self._warmed()
+            self._warm()
         torch.cuda.current_stream().wait_stream(side)
         # What these graphs read and others may replace.
         self.angles = [side.model.angles for side in (self.target, self.draft)]
-        graphs = [torch.cuda.CUDAGraph() for _ in stages]
-        for graph, work in zip(graphs, stages, strict=True):
+        graphs = [torch.cuda.CUDAGraph() for _ in self.stages]
+        for graph, work in zip(graphs, self.stages, strict=True):
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 work()
-        return tuple(graph.replay for graph in graphs)
+        self.stages = tuple(graph.replay for graph in graphs)
 
     def draw_tree(self) -> None:
         """Stage 1: draw the tree of every row."""
@@ -325,6 +335,35 @@ class StaticStep:
         paid = moving.unsqueeze(1) & (torch.arange(path.shape[1], device=self.device) <= accepted.unsqueeze(1))
         self.spent += torch.where(paid, cost, 0).sum(1)
         self.length += torch.where(moving, 1 + accepted, 0)
+
+
+def _compiled(stage: Callable[[], None]) -> Callable[[], None]:
+    """The stage as torch.compile makes it when it is first run.
+
+    What is asked before every later run, whether the program still fits, is left out: nothing of a step changes but
+    the numbers in its buffers.
+    """
+    program, known = torch.compile(stage, fullgraph=True, dynamic=False), False
+
+    def run() -> None:
+        nonlocal known
+        if known:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return program()
+        # Every step has programs of its own, however many there are.
+        limits = torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
+        with limits, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is computed once a process
+            try:
+                program()
+            except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InvalidCxxCompiler) as error:
+                raise ValueError(
+                    f"`compile` does not work here: {str(error).strip().splitlines()[0]}; on a CPU it needs a C++ "
+                    "compiler such as g++: install one, or leave `compile` out"
+                ) from error
+        known = True
+
+    return run
 
 
 class _Side:

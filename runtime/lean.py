@@ -93,6 +93,11 @@ class LeanForward:
         self.where = self._address()
         self.angles = self.embedding.new_empty(0, 2 * self.size)
 
+    def refresh(self) -> None:
+        """Collect the weights again where the module's have been moved or cast since."""
+        if self._address() != self.where:
+            self.__init__(self.module)
+
     def _address(self) -> tuple[int, ...]:
         """Changes when the module's weights are moved or cast: what is collected here is then out of date."""
         return tuple(linear.weight.data_ptr() for linear in self.probes)
@@ -107,8 +112,6 @@ class LeanForward:
         masks: for each kind of attention [B or 1, 1, Q, slots] to add to the scores, None where every slot is seen.
         cache: of one layer, whose heads are those of all layers side by side.
         """
-        if self._address() != self.where:
-            self.__init__(self.module)
         batch, count = tokens.shape
         rotation = self._rotation(positions, cache)
         past = self._slots(cache, batch, count)
@@ -199,8 +202,11 @@ class LeanForward:
         fresh = store.keys.view(batch, layers, 2 * self.shared, *slots)
         seen = store.keys.view(batch, layers * 2, self.shared, *slots)
         if isinstance(store.start, Tensor):
-            index = store.start[:, None, :, None].expand(-1, 2 * self.shared, -1, self.size)
-            writes = [partial(layer.scatter_, 2, index) for layer in fresh.unbind(1)]
+            # One operation on the whole buffer: compiled, one on a view of it would copy all of it.
+            rows = torch.arange(batch, device=store.keys.device)[:, None, None]
+            heads = torch.arange(store.keys.shape[1], device=store.keys.device)[:, None].split(2 * self.shared)
+            slots = store.start.unsqueeze(1)
+            writes = [partial(store.keys.index_put_, (rows, layer, slots)) for layer in heads]
         else:
             writes = [layer.copy_ for layer in fresh.narrow(3, store.start, count).unbind(1)]
             seen = seen.narrow(3, 0, store.start + count)

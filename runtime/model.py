@@ -103,6 +103,7 @@ class Model:
         tokens, positions = tokens.to(device), positions.to(device)
         slots = positions if cache is None else cache.write_at(start, positions, remember=bool(self.window))
         if self._lean:
+            self._lean.refresh()
             masks = self._masks(visible, positions, slots, start, allow_none=True)
             with torch.no_grad():
                 logits, states = self._lean(tokens, positions, masks, cache, last_only)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -129,7 +128,13 @@ def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor
 
 def _alike(families: list[Family]) -> list[list[Family]]:
     """Families in runs of equal M; together the runs keep their order."""
-    return [list(run) for _, run in groupby(families, key=lambda family: family.tokens.shape[2])]
+    runs: list[list[Family]] = []
+    for family in families:
+        if runs and runs[-1][0].tokens.shape[2] == family.tokens.shape[2]:
+            runs[-1].append(family)
+        else:
+            runs.append([family])
+    return runs
 
 
 def _joined(families: list[Family]) -> Family:
@@ -145,7 +150,7 @@ def _joined(families: list[Family]) -> Family:
 def _normalise(share: Share, rows: Tensor, nodes: slice | list[int]) -> None:
     """Write share.rest / share.total into our own `rows` at `nodes`; a zero row stays zero."""
     total = torch.where(share.total > 0, share.total, 1).unsqueeze(-1)
-    if isinstance(nodes, slice):
+    if isinstance(nodes, slice) and not torch.compiler.is_compiling():  # compiled, neither makes a copy
         torch.div(share.rest, total, out=rows[:, nodes])
     else:
         rows[:, nodes] = share.rest / total
@@ -203,8 +208,9 @@ def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
         mine = homes[:, None, :, level - 1] == torch.arange(len(paths), device=device)[:, None]
         mine = mine & (tree.tokens[:, grid[:, level]] >= 0).unsqueeze(1)
         order = (~mine).to(torch.uint8).argsort(dim=-1, stable=True)
-        # the most children any node has; on a GPU the shape stays K, so that nothing waits for the device
-        most = max(1, int(mine.sum(-1).max())) if mine.is_cpu else len(paths)
+        # the most children any node has; on a GPU and compiled the shape stays K, so that nothing waits for the numbers
+        looked_at = mine.is_cpu and not torch.compiler.is_compiling()
+        most = max(1, int(mine.sum(-1).max())) if looked_at else len(paths)
         order = order[..., :most]
         here = mine.gather(-1, order)
         children = torch.where(here, grid[:, level][order], size)
