@@ -18,7 +18,7 @@ from ..runtime.limits import within
 from .facts import Run, read_runs
 from .frontiers import batches, depths, frontiers
 from .markup import Markup, tag
-from .provenance import described, provenance
+from .provenance import operating_point, provenance
 from .sections import all_cells, number, section, settings_words, signed, single_tokens
 from .statement import Statement
 from .tokens import token_numbers
@@ -109,7 +109,7 @@ def _measured(runs: list[Run]) -> Markup:
         parts.append(tag("ul", [_verdicts(run, row) for row in _compared(run)], class_="verdicts"))
         if not run.statements:
             parts.append(tag("p", "No learned point stands beside two or more static ones."))
-        parts += [_operating_point(source, card) for source, card in run.cards.items()]
+        parts += [operating_point(source, card.get("calibration")) for source, card in run.cards.items()]
     parts.append(tag(
         "p", "A learned point is compared with the line through exact decoding and the static blends, at the learned "
         "point's quality: better is an interval of the difference above 0, worse one below 0. Where several learned "
@@ -164,12 +164,3 @@ def _verdict(one: Statement) -> Markup:
 def _of_gate(one: Statement, gate: str, gain: float) -> str:
     share = f", of which this is {100 * one.difference / gain:.0f} %" if gain > 0 else ""
     return f" The gate {gate} gains {signed(gain, 3)} over static blending of its quality{share}."
-
-
-def _operating_point(source: str, card: dict[str, Any]) -> Markup | None:
-    calibration = card.get("calibration")
-    if not isinstance(calibration, dict):
-        return None
-    closed = "No bias was shown to keep the loss of quality within the limit: this gate is closed, and decodes exactly."
-    head = tag("h3", f"Operating point of {source}, chosen by calibration")
-    return tag("div", head, tag("p", closed) if calibration.get("bias") is None else None, described(calibration))

@@ -27,6 +27,33 @@ def provenance(runs: list[Run]) -> Markup:
     return section("provenance", "Provenance", parts)
 
 
+TRIED = {"bias": "bias", "drop": "quality drop", "upper_bound": "at most", "p": "p", "passed": "within the limit"}
+
+
+def operating_point(source: str, calibration: Any) -> Markup | None:
+    """How a bundle's bias was chosen, from what `diversed calibrate` wrote on its card; None where it wrote nothing."""
+    if not isinstance(calibration, dict):
+        return None
+    known = {name: in_words(value) for name, value in calibration.items()}
+    if calibration.get("bias") is None:
+        words = "No bias was shown to keep the loss within the limit: this gate is closed, it decodes exactly."
+    else:
+        words = (
+            f"Bias {known['bias']}, the largest shown to lose at most {known.get('max_quality_drop')} of the score, on "
+            f"{known.get('prompts')} prompts ({known.get('split')}) at level {known.get('level')}."
+        )
+    tried = calibration.get("tried")
+    rows = [
+        tag("tr", [tag("td", in_words(entry.get(name))) for name in TRIED])
+        for entry in (tried if isinstance(tried, list) else []) if isinstance(entry, dict)
+    ]  # fmt: skip
+    head = tag("thead", tag("tr", [tag("th", name, scope="col") for name in TRIED.values()]))
+    table = wide(tag("table", head, tag("tbody", rows)), "Biases tried") if rows else None
+    rest = described({name: value for name, value in calibration.items() if name != "tried"})
+    details = tag("details", tag("summary", "The whole calibration"), rest)
+    return tag("div", tag("h3", f"Operating point of {source}, chosen by calibration"), tag("p", words), table, details)
+
+
 def described(values: dict[str, Any]) -> Markup:
     """Names and values; what is None is left out."""
     known = {name.replace("_", " "): in_words(value) for name, value in values.items() if value is not None}
@@ -39,7 +66,9 @@ def in_words(value: Any) -> str:
         return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items() if inner is not None) or "none"
     if isinstance(value, list):
         return ", ".join(map(in_words, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _differences(runs: list[Run]) -> Markup:
