@@ -16,13 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from ..data.tasks import DataOptions
-from ..runtime.decode import decode
+from ..runtime.completion import Request
+from ..runtime.decode import Engine
 from ..runtime.model import Model, Pair, load_pair
 from ..runtime.sampling import Sampling
 from .efficiency import encoded_prompts
@@ -84,6 +86,7 @@ def run(
     batch: int = 1,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
+    compile: bool = False,
     seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
@@ -108,6 +111,7 @@ def run(
         batch: prompts decoded together.
         max_new_tokens: tokens a text may have.
         temperature: of both models.
+        compile: compile the steps of our own loop; every case takes a minute more for each draft length.
         seed: of prompts and texts.
         threads: CPU threads.
     """
@@ -117,7 +121,7 @@ def run(
     return compare(
         pair, encoded, methods=methods, static=static, learned=learned, transformers=transformers,
         draft_lengths=draft_lengths, tuning_prompts=tuning_prompts, repetitions=repetitions, batch=batch,
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, compile=compile,
     )  # fmt: skip
 
 
@@ -136,10 +140,16 @@ def compare(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    compile: bool = False,
 ) -> list[dict]:
     """`run` for a pair and encoded prompts that are there already."""
-    options = {"sampling": Sampling(temperature), "max_new_tokens": max_new_tokens, "batch": batch}
-    cases = _ours(pair, methods, static, learned, draft_lengths, options)
+    plans = {name: (name, "none") for name in methods}
+    if static:
+        plans["static+block"] = ("block", f"ensemble:{static}")
+    if learned:
+        plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
+    engine = partial(Engine, pair, sampling=Sampling(temperature), compile=compile)
+    cases = {name: _case(engine, *plan, draft_lengths, max_new_tokens, batch) for name, plan in plans.items()}
     if transformers and batch == 1:
         cases |= _transformers(pair, static, draft_lengths, temperature, max_new_tokens)
     _note(learned, transformers, batch)
@@ -162,26 +172,24 @@ def _note(learned: str | None, transformers: bool, batch: int) -> None:
         print("transformers is left out: its assisted generation takes one prompt at a time", file=sys.stderr)
 
 
-def _ours(pair: Pair, methods, static: float, learned: str | None, lengths: list[int], options: dict):
-    """Our cases by name; relaxed ones use block verification, the learned one token verification too."""
-    plans = {name: (name, "none") for name in methods}
-    if static:
-        plans["static+block"] = ("block", f"ensemble:{static}")
-    if learned:
-        plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
-    return {name: _case(pair, *plan, lengths, options) for name, plan in plans.items()}
+def _case(
+    make: Callable[..., Engine], method: str, rule: str, lengths: list[int], new_tokens: int, batch: int
+) -> _Case:
+    """Our own loop; an engine for each draft length is kept, and with it what was captured or compiled for it."""
 
-
-def _case(pair: Pair, method: str, relaxation: str, lengths: list[int], options: dict) -> _Case:
-    def run(prompts, draft_length, seed):
+    @cache
+    def engine(draft_length: int) -> Engine:
         branches = TREES.get(method)
         if branches and method not in ("gbv", "specinfer", "kseq"):
             branches = [branches] + [1] * (draft_length - 1)
-        completions = decode(
-            pair, prompts, method=method, relaxation=relaxation, draft_length=draft_length, branches=branches,
-            seeds=[(seed << 20) + i for i in range(len(prompts))], **options,
-        )  # fmt: skip
-        return sum(len(c.tokens) for c in completions), sum(c.target_calls for c in completions)
+        return make(method, rule, draft_length, branches)
+
+    def run(prompts, draft_length, seed):
+        requests = {i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)}
+        for i, request in requests.items():
+            engine(draft_length).check(i, request)
+        done = engine(draft_length).run(requests, batch).values()
+        return sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
 
     return _Case(run, [0] if method == "plain" else lengths)
 
@@ -223,7 +231,8 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
 def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
     """Set every case's draft length to the fastest of its lengths, the better of two turns each."""
     for case in cases.values():
-        case.run(prompts[:1], case.lengths[0], seed)  # what is computed once a process is no one's time
+        for length in case.lengths:
+            case.run(prompts[:1], length, seed)  # what is computed once is no one's time
     rates = {name: dict.fromkeys(case.lengths, 0.0) for name, case in cases.items()}
     for _ in range(2):
         for name, case in cases.items():

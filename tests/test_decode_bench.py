@@ -1,7 +1,8 @@
 """The decoding benchmarks: which cases they compare, with whom, and what they leave out. Nothing here is timed."""
 
 import pytest
-from diversed.benchmarks import decode, overhead
+from diversed.benchmarks import agreement, decode, overhead
+from diversed.runtime import chain
 
 from .support.models import module, tokenizer
 
@@ -72,3 +73,25 @@ def test_the_prefill_is_no_part_of_a_step(folders):
     timed = overhead._Timed(Model())
     assert timed(1, last_only=True) == 1 and timed.seconds == 0
     assert timed(2) == 2 and timed.seconds > 0
+
+
+def agreements(folders):
+    small = {"prompt": "w2 w3 w4", "prompts": 12, "batch": 5, "max_new_tokens": 8, "draft_length": 2}
+    rows = agreement.run(**folders, **small, methods=["plain", "token", "univer"], relaxations=["none", "lenient:0.5"])
+    return {row["case"]: row["value"] for row in rows}
+
+
+def test_both_loops_agree_in_float64(folders):
+    found = agreements(folders)
+    assert [case for case in found if "float64" in case] == [
+        f"{case}: differ in float64 too"
+        for case in ("plain", "token", "token, lenient:0.5", "univer", "univer, lenient:0.5")
+    ]
+    assert not any(value for case, value in found.items() if "float64" in case)
+
+
+def test_a_fault_of_the_fast_loop_is_no_rounding_tie(folders, monkeypatch):
+    law = next(law for law in chain._LEFT if chain._LEFT[law] is not chain._block)
+    monkeypatch.setitem(chain._LEFT, law, chain._block)
+    found = agreements(folders)
+    assert found["token: differ in float64 too"] > 0 == found["univer: differ in float64 too"]

@@ -1,0 +1,108 @@
+"""Whether the fast loop gives the texts of the reference loop: the same prompts and seeds, every method and relaxation.
+
+The reference goes through transformers' own modules and the laws of `verifier`, all prompts side by side; the fast
+loop through the lean forward and the short formulas for chains, a few rows at a time, one prompt in place of another
+(on a GPU or with `compile` through steps of fixed shapes). Both round their sums in another order, so a uniform number
+that falls within rounding of a step of a law's sum selects another token. Such ties are counted: a text that differs is
+decoded again by both in float64, where it must not differ any more.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from itertools import product
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ..data.tasks import DataOptions
+from ..runtime.completion import Request
+from ..runtime.decode import Engine
+from ..runtime.lean import SWITCH
+from ..runtime.model import Pair, load_pair, make_pair
+from ..verifier.methods import METHODS
+from .efficiency import encoded_prompts
+
+RULES = ["none", "ensemble:0.3", "ensemble:0.3;blend=logits", "lenient:0.5", "cascade-opt:0.2", "typical:0.3,0.5"]
+RULES += ["ensemble:0.3;budget=2"]
+
+
+def run(
+    *,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    device: str = "cpu",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    prompt: str | None = None,
+    prompts: int = 200,
+    methods: list[str] = ["plain", *METHODS],  # noqa: B006, B008
+    relaxations: list[str] = RULES,  # noqa: B006
+    draft_length: int = 3,
+    max_new_tokens: int = 32,
+    batch: int = 16,
+    compile: bool = False,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[dict]:
+    """Two rows a method and relaxation: texts that differ in float32, and those of them that differ in float64 too.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text `prompts` times with different seeds, instead of a task's prompts.
+        prompts: texts a row.
+        methods: `plain`, which is not relaxed, and verification methods.
+        relaxations: none, ensemble:0.3, a bundle folder, ...
+        draft_length: tokens on a drafted path.
+        max_new_tokens: tokens a text may have.
+        batch: prompts that the fast loop decodes together.
+        compile: compile the fast loop's steps.
+        seed: of prompts and texts.
+        threads: CPU threads.
+    """
+    torch.set_num_threads(threads)
+    pair = load_pair(target, draft, "float32", device)
+    wide = _pair_of(pair, lambda module: copy.deepcopy(module).double())
+    encoded = encoded_prompts(pair, task, data, prompt, prompts, seed)
+    requests = {i: Request(tokens, (seed << 20) + i, max_new_tokens) for i, tokens in enumerate(encoded)}
+    cells = [(method, rule) for method, rule in product(methods, relaxations) if method != "plain" or rule == "none"]
+    rows = []
+    for method, rule in track(cells, "agreement", console=Console(stderr=True)):
+        options = {"method": method, "relaxation": rule, "draft_length": draft_length}
+        ties = _differing(pair, requests, batch, options, compile)
+        wrong = _differing(wide, {i: requests[i] for i in ties}, batch, options) if ties else []
+        case = method if rule == "none" else f"{method}, {rule}"
+        rows += [
+            {"case": f"{case}: differ in float32", "value": len(ties), "unit": f"of {prompts} texts"},
+            {"case": f"{case}: differ in float64 too", "value": len(wrong), "unit": "texts"},
+        ]
+    return rows
+
+
+def _differing(pair: Pair, requests: dict[int, Request], batch: int, options: dict, compile: bool = False) -> list[int]:
+    """Requests whose texts the two loops give differently."""
+    fast = Engine(pair, **options, compile=compile)
+    for i, request in requests.items():
+        fast.check(i, request)
+    ours, theirs = fast.run(requests, batch), _reference(pair, options).run(requests)
+    return [i for i in requests if ours[i].tokens != theirs[i].tokens]
+
+
+def _reference(pair: Pair, options: dict) -> Engine:
+    with patch.dict(os.environ, {SWITCH: "0"}):
+        engine = Engine(_pair_of(pair, lambda module: module), **options)
+    law = engine.law
+    engine.law = lambda tree: law(tree)  # none for which there are short formulas or kernels
+    return engine
+
+
+def _pair_of(pair: Pair, change) -> Pair:
+    """A pair of the changed modules; how they are run is chosen again."""
+    return make_pair(change(pair.target.module), change(pair.draft.module), pair.tokenizer)
