@@ -114,7 +114,7 @@ def _measured(runs: list[Run]) -> Markup:
         "p", "A learned point is compared with the line through exact decoding and the static blends, at the learned "
         "point's quality: better is an interval of the difference above 0, worse one below 0. Where several learned "
         "points are looked at on the same prompts, the interval that decides is corrected for their number "
-        "(Bonferroni).",
+        "(Bonferroni); those chosen on other prompts, as by calibration, count apart from those that were not.",
     ))  # fmt: skip
     return section("measured", CONTENTS["measured"], parts)
 
