@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .completion import Completion, Request, Stream, check_stop
 from .drafting import Branches
@@ -45,7 +45,7 @@ def decode_command(
     unit: int = 256,
     dtype: str = "auto",
     device: str = "cpu",
-    threads: int = 1,
+    threads: int | Literal["auto"] = "auto",
     compile: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
@@ -76,9 +76,9 @@ def decode_command(
         seed: of the request's random numbers; in a file, line i (from 0) has seed * 2^32 + i unless it names its own.
         batch: prompts of a file decoded together; where one ends the next begins.
         unit: lines of a file that are decoded and written together; what a kill cut off is decoded again.
-        dtype: auto, float32, bfloat16 or float16.
+        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored half slower, float32.
         device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads.
+        threads: CPU threads; auto takes the number with which a call of the target is fastest, at most OMP_NUM_THREADS.
         compile: compile the steps with torch.compile: faster, after a minute for every batch size and tree; Llama
             family only, on a CPU with a C++ compiler.
         trust_remote_code: run model code that comes with a checkpoint.
@@ -86,13 +86,14 @@ def decode_command(
     options = dict(locals())
     import torch
 
-    within(1, MOST_THREADS, threads=threads)
+    within(1, MOST_THREADS, threads=None if threads == "auto" else threads)
     within(1, max_new_tokens=max_new_tokens, batch=batch, unit=unit)
     within(*SEEDS, seed=seed)
     check_stop(stop)
     if (prompt is None) == (input is None) or (input is None) != (output is None):
         raise ValueError("`diversed decode` needs --prompt, or --input and --output for a file of prompts")
-    torch.set_num_threads(threads)
+    if threads != "auto":
+        torch.set_num_threads(threads)
     if input is None:
         _decode_prompt(options)
     else:
@@ -105,6 +106,7 @@ def _decode_prompt(options: dict[str, Any]) -> None:
     text = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
     check_text(text)
     pair, stop = _load(options), tuple(options["stop"])
+    _settle_threads(options, pair, 1)
     tokens = _encode(pair.tokenizer, text, options["chat"])
     stream = Stream(pair.tokenizer, stop)
 
@@ -125,7 +127,11 @@ def _decode_file(options: dict[str, Any]) -> None:
     lines = read_lines(options["input"], options)
     results = Results(options["output"], lines, options["unit"])
     with exclusive(results.folder, "--output"):
+        # what was measured when the file was begun is not measured again: bytes could come to differ
+        begun = results.begun()
+        options |= {name: begun[name] for name in ("threads", "dtype") if options[name] == "auto" and name in begun}
         pair = _load(options)
+        _settle_threads(options, pair, min(options["batch"], len(lines)))
         tree = {name: options[name] for name in TREE}
         relaxations = list(dict.fromkeys(line.relaxation for line in lines))
         made = {each: Engine(pair, relaxation=each, **tree) for each in relaxations}
@@ -152,6 +158,15 @@ def _load(options: dict[str, Any]) -> Pair:
     return load_pair(target, draft, options["dtype"], options["device"], options["trust_remote_code"])
 
 
+def _settle_threads(options: dict[str, Any], pair: Pair, rows: int) -> None:
+    """Measure what `threads` auto stands for, for steps of this many rows; on other devices it is 1."""
+    from .measured import fastest_threads
+
+    if options["threads"] == "auto":
+        on_cpu = pair.target.device.type == "cpu"
+        options["threads"] = fastest_threads(pair.target, rows, options["draft_length"] + 1) if on_cpu else 1
+
+
 def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
     """The request of a line; what is wrong with its prompt is said with the line's place."""
     try:
@@ -172,7 +187,8 @@ def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> di
     chosen = {name: value for name, value in options.items() if name not in ("prompt", "output", "trust_remote_code")}
     heads = [Path(source) / "head.safetensors" for source in (parse(each).source for each in relaxations) if source]
     return chosen | {
-        "input": sha256(options["input"]), "sampling": vars(options["sampling"]), "dtype": str(pair.target.dtype),
+        "input": sha256(options["input"]), "sampling": vars(options["sampling"]),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
         "target": {"name": pair.target.name, "hash": pair.target.hash},
         "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
         "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()}, "versions": versions(),

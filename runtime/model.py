@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .cache import PackedCache, attention_layers
 from .lean import LeanForward, obstacle
+from .measured import suited
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
 STRIPS = 16  # longest call whose causal mask is kept: a chain's; prompts have any length
@@ -207,8 +208,7 @@ def load_pair(
     Args:
         target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
         draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        dtype: auto (as stored; float32 on a CPU for half-precision checkpoints of the packaged pair), float32,
-            bfloat16 or float16.
+        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored half slower, float32.
         device: where both run, e.g. cpu, cuda, cuda:1; `auto` spreads them with device_map.
         trust_remote_code: run model code that comes with the checkpoint.
     """
@@ -217,6 +217,8 @@ def load_pair(
     tokenizers = [load_tokenizer(name, trust_remote_code) for name in (target, draft)]
     _same_tokenizer(*tokenizers, target, draft)
     modules = [load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
+    if dtype == "auto" and device == "cpu":
+        modules = [suited(module) for module in modules]
     return make_pair(*modules, tokenizers[0], names=(target, draft))
 
 

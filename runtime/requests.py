@@ -108,13 +108,19 @@ class Results:
     def folder(self) -> Path:
         return self.path.with_name(f"{self.path.name}.run")
 
+    def begun(self) -> dict[str, Any]:
+        """The settings that the file was begun with, empty where it is not there yet."""
+        from ..data.files import read_settings
+
+        path = self.folder / "settings.json"
+        return read_settings(path, "--output") if path.is_file() else {}
+
     def begin(self, settings: dict[str, Any]) -> int:
         """Number of requests whose results are there; other settings are refused, what a kill cut off is dropped."""
-        from ..data.files import read_settings, write_whole
+        from ..data.files import write_whole
 
         path, settings = self.folder / "settings.json", json.loads(json.dumps(settings))
-        if path.is_file():
-            before = read_settings(path, "--output")
+        if before := self.begun():
             for name, value in settings.items():
                 if before.get(name) != value:
                     raise ValueError(

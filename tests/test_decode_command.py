@@ -10,7 +10,7 @@ import time
 import pytest
 from diversed import cli
 from diversed.data.lock import exclusive
-from diversed.runtime import model, progress
+from diversed.runtime import measured, model, progress
 from diversed.runtime.completion import Stream, beginning, cut
 from diversed.runtime.decode import decode
 from hypothesis import given
@@ -157,6 +157,18 @@ def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(tmp_path, pair, 
     capsys.readouterr()
     assert cli.main(words(tmp_path, "out.jsonl")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out.jsonl'}: complete, nothing to decode\n"
+
+
+def test_what_was_measured_when_a_file_was_begun_is_not_measured_again(tmp_path, pair, monkeypatch):
+    """A run that goes on with another number of threads could end with other bytes."""
+    requests(tmp_path / "in.jsonl", 9)
+    monkeypatch.setattr(measured, "fastest_threads", lambda model, rows, tokens: rows + tokens)
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    settings = json.loads((tmp_path / "out.jsonl.run" / "settings.json").read_text())
+    assert settings["threads"] == 4 + 6 and settings["dtype"] == "float32"
+    os.truncate(tmp_path / "out.jsonl", 0)
+    monkeypatch.setattr(measured, "fastest_threads", lambda *given: pytest.fail("measured again"))
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
 
 
 @pytest.fixture
