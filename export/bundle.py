@@ -4,6 +4,7 @@
     card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
     example.safetensors  a few rows of both models and the gate's logit there: replayed every time the bundle is loaded
     README.md            the card for people, generated from card.json
+    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.selector`)
 
 A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are compared with the
 card before any tensor is read.
@@ -24,6 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ..data.files import write_whole
+from ..runtime.selector import FILES as SELECTOR
+from ..runtime.selector import read_selector_card
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 from .card import FORMAT, model_card, with_frontier
 
@@ -88,11 +91,16 @@ def add_bias(head: WeightHead, bias: float) -> None:
     list(head.net.modules())[-1].bias.data += bias
 
 
-def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> Path:
-    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced."""
+def write_bundle(
+    folder: str | Path, head: WeightHead, card: dict[str, Any], selector: str | Path | None = None
+) -> Path:
+    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced.
+
+    selector: folder of `diversed select`, whose network is copied into the bundle.
+    """
     folder = Path(folder)
     # custom_generate is from hf.py, the latter from a process killed while it wrote
-    ours = {*FILES, "custom_generate", *(f".{name}.part" for name in FILES)}
+    ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= ours):
         raise FileExistsError(f"{folder} exists and is not a bundle; give another folder to write the bundle to")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +113,10 @@ def write_bundle(folder: str | Path, head: WeightHead, card: dict[str, Any]) -> 
         (new / "head.safetensors").write_bytes(save(tensors))
         (new / "example.safetensors").write_bytes(save(_example(head)))
         _write_card(new, card)
+        if selector is not None:
+            read_selector_card(Path(selector))
+            for name in SELECTOR:
+                (new / name).write_bytes((Path(selector) / name).read_bytes())
         load_bundle(new)
         if folder.exists():
             os.replace(folder, Path(room) / "old")
@@ -171,11 +183,11 @@ def _read_head(folder: Path, card: dict[str, Any]) -> WeightHead:
             f"{described.get('feature_names')} instead of {list(FEATURES)}; train the head again"
         )
     wanted = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
-    head.load_state_dict(_read_tensors(folder / "head.safetensors", wanted), assign=True)
+    head.load_state_dict(read_tensors(folder / "head.safetensors", wanted), assign=True)
     return head.eval().requires_grad_(False)
 
 
-def _read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     """The float32 tensors of a file, after its header was found to state exactly the wanted shapes."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -213,7 +225,7 @@ def _replay(folder: Path, head: WeightHead) -> None:
     """Refuse a bundle whose gate does not give again what it gave when it was exported."""
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     wanted = {"draft": [6, 12], "target": [6, 12], "hidden": [6, size], "logit": [6]}
-    example = _read_tensors(folder / "example.safetensors", wanted)
+    example = read_tensors(folder / "example.safetensors", wanted)
     got, expected = _logits(head, example), example["logit"]
     error = float((got - expected).abs().max())
     if not error <= TOLERANCE * (1 + float(expected.abs().max())):

@@ -25,6 +25,7 @@ def export(
     bias: float = 0.0,
     any_pair: bool = False,
     results: str | None = None,
+    selector: str | None = None,
     format: Literal["bundle", "hf"] = "bundle",
 ) -> None:
     """Write a bundle: the trained head with a card that says what it is for, checked when it is loaded.
@@ -38,6 +39,7 @@ def export(
         any_pair: let the bundle be used with other models than it was trained for, with a warning; for gates that read
             the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
+        selector: folder of `diversed select`: the bundle holds its network too, for --branches.
         format: bundle, or hf: a bundle that is also a repository for `custom_generate` of transformers.
     """
     if draft_length < 1:
@@ -54,7 +56,7 @@ def export(
         )
     add_bias(head, bias)
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
-    write_bundle(out, head, card | ({"custom_generate": True} if format == "hf" else {}))
+    write_bundle(out, head, card | ({"custom_generate": True} if format == "hf" else {}), selector)
     if results:
         from ..eval.speed import summarise
 

@@ -15,12 +15,17 @@ not depend on its batch; the others choose for the whole batch, which changes te
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
 
 from ..verifier.law import DraftTree
 from ..verifier.multipath import choose_paths
@@ -31,6 +36,11 @@ if TYPE_CHECKING:
     from .sampling import Sampling
 
 MOST_PATHS = 4
+FILES = ("selector.json", "selector.safetensors")
+FORMAT = 1
+ROW_SCALARS = ("target_entropy", "draft_entropy", "root_entropy", "kl", "reverse_kl", "l1")
+SCALARS = (*ROW_SCALARS, "log_length", "temperature", "top_p", "draft_ms", "target_ms")
+SIDE = 128  # numbers that each hidden state is mapped to
 _SHAPE = re.compile(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?")
 
 
@@ -145,6 +155,160 @@ class EntropySelector(Selector):
         return int(sum(wanted) > self.threshold * len(wanted)), None
 
 
+def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
+    """[B, 6] the numbers of ROW_SCALARS, nats; a probability below 1e-9 counts as 1e-9.
+
+    target, draft: [B, V] rows at the token before the root; root: [B, V] the draft's row at the root.
+    """
+    rows = torch.stack([target, draft, root])
+    logs = rows.clamp_min(1e-9).log_()
+    entropy = (rows * logs).sum(-1).neg_()
+    crossed = (rows[:2] * logs[:2].flip(0)).sum(-1)  # sum of target log draft, of draft log target
+    kl, reverse = -entropy[1] - crossed[1], -entropy[0] - crossed[0]
+    return torch.stack([*entropy, kl, reverse, (target - draft).abs().sum(-1)], -1)
+
+
+class ShapeNetwork(nn.Module):
+    """The network of the paper: three hidden states and some scalars -> one logit a shape.
+
+    Hidden states go through a linear map to 128 and LayerNorm each, scalars are standardised; then 512, 32 and the
+    shapes, with GELU and dropout between. It starts at the shape `base`, whatever it sees.
+    """
+
+    def __init__(self, target_hidden: int, draft_hidden: int, shapes: int, base: int = 0, dropout: float = 0.1):
+        super().__init__()
+        sizes = (target_hidden, draft_hidden, draft_hidden)
+        self.sides = nn.ModuleList(nn.Linear(size, SIDE) for size in sizes)
+        self.norms = nn.ModuleList(nn.LayerNorm(SIDE) for _ in sizes)
+        self.register_buffer("mean", torch.zeros(len(SCALARS)))
+        self.register_buffer("std", torch.ones(len(SCALARS)))
+        inner = nn.Linear(3 * SIDE + len(SCALARS), 512), nn.Linear(512, 32), nn.Linear(32, shapes)
+        self.net = nn.Sequential(
+            inner[0], nn.GELU(), nn.Dropout(dropout), inner[1], nn.GELU(), nn.Dropout(dropout), inner[2]
+        )
+        nn.init.zeros_(inner[2].weight)
+        nn.init.zeros_(inner[2].bias)
+        inner[2].bias.data[base] = 3.0
+
+    def standardise(self, scalars: Tensor) -> None:
+        """Fit `mean` and `std` to scalars [X, 11]; one that never changes is left out."""
+        self.mean.copy_(scalars.mean(0))
+        spread = scalars.std(0, unbiased=False)
+        self.std.copy_(torch.where(spread < 1e-4, 1e9, spread))
+
+    def forward(self, hidden: list[Tensor], scalars: Tensor) -> Tensor:
+        """Logits [B, A]; hidden: of the target and the draft before the root, and of the draft at the root, [B, H]."""
+        parts = [norm(side(x)) for side, norm, x in zip(self.sides, self.norms, hidden, strict=True)]
+        return self.net(torch.cat([*parts, (scalars - self.mean) / self.std], -1))
+
+    @torch.no_grad()
+    def folded(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The same function of (hidden states side by side [B, H], scalars [B, 11]) in half as many operations.
+
+        LayerNorm's mean is taken out of the weights before it, its scale and the standardising go into those after it.
+        """
+        weight = torch.block_diag(*(side.weight - side.weight.mean(0) for side in self.sides))
+        bias = torch.cat([side.bias - side.bias.mean() for side in self.sides])
+        first, second, last = self.net[0], self.net[3], self.net[6]
+        scale, shift = torch.cat([n.weight for n in self.norms]), torch.cat([n.bias for n in self.norms])
+        after = torch.cat([first.weight[:, : 3 * SIDE] * scale, first.weight[:, 3 * SIDE :] / self.std], 1)
+        offset = first.bias + linear(torch.cat([shift, -self.mean / self.std]), first.weight)
+
+        def logits(hidden: Tensor, scalars: Tensor) -> Tensor:
+            sides = linear(hidden, weight, bias).view(-1, 3, SIDE)
+            sides = sides * torch.rsqrt(sides.square().mean(-1, keepdim=True) + self.norms[0].eps)
+            x = gelu(linear(torch.cat([sides.flatten(1), scalars], 1), after, offset))
+            return linear(gelu(linear(x, second.weight, second.bias)), last.weight, last.bias)
+
+        return logits
+
+
+class LearnedSelector(Selector):
+    """The shape of the largest logit, by the mean of the shapes' probabilities over the requests of a batch.
+
+    A request without a step yet has no say; where none has, the shape is `base`.
+    """
+
+    looks_back = True
+
+    def __init__(self, shapes: list[Topology], network: ShapeNetwork, base: int, facts: list[list[float]], step: int):
+        """facts: the last five of SCALARS at contexts of 0, step, 2 step, ... tokens."""
+        super().__init__(shapes)
+        self.logits, self.base, self.facts, self.step = network.folded(), base, facts, step
+
+    def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
+        """Rows and hidden states of the target before the root, and whether they are there."""
+        return tuple(torch.zeros(size, width, device=device) for width in (pair.vocab, pair.target.hidden_size, 1))
+
+    def remember(self, tree, hidden, path, accepted) -> tuple[Tensor, ...]:
+        at = torch.arange(len(path), device=path.device), path[:, -1]
+        return tree.target[at], hidden[at], torch.ones_like(path[:, :1], dtype=torch.float32)
+
+    def choose(self, known: Known) -> tuple[int, Tensor | None]:
+        target, hidden, seen = known.before
+        voters = [row for row, (one,) in enumerate(seen.tolist()) if one and known.active[row]]
+        if not voters:
+            return self.base, None
+        facts = [self.facts[min(length // self.step, len(self.facts) - 1)] for length in known.lengths]
+        scalars = row_scalars(target, known.rows[:, 0], known.rows[:, 1])
+        scalars = torch.cat([scalars, torch.tensor(facts, device=scalars.device)], 1)
+        logits = self.logits(torch.cat([hidden, *known.hidden.unbind(1)], 1).float(), scalars)
+        if len(logits) > 1:
+            logits = logits[voters].softmax(-1).mean(0)
+        return int(logits.argmax()), None
+
+
+def facts_of(length: float, temperature: float, top_p: float, draft_ms: float, target_ms: float) -> list[float]:
+    """The last five of SCALARS: of the context, the sampling, and calls on one token there."""
+    return [math.log1p(length), temperature, top_p, draft_ms, target_ms]
+
+
+def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampling) -> LearnedSelector:
+    """The network in a folder of `diversed select` or in a bundle, if it fits."""
+    card = read_selector_card(folder)
+    came = {"method": method, "drafting": drafting}
+    came |= {role: getattr(pair, role).hash for role in ("target", "draft")}
+    for name, value in came.items():
+        if (trained := card[name]["hash"] if name in ("target", "draft") else card[name]) != value:
+            raise ValueError(
+                f"the selector in {folder} was trained for {name} {trained}, got {value}; train one with "
+                "`diversed select`"
+            )
+    from ..export.bundle import read_tensors
+
+    sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"])
+    with torch.device("meta"):
+        network = ShapeNetwork(*sizes)
+    wanted = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    network.load_state_dict(read_tensors(folder / FILES[1], wanted), assign=True)
+    network = network.eval().requires_grad_(False).to(pair.target.device)
+    shapes = [parse_shape(shape).grow(drafting) for shape in card["shapes"]]
+    t, p = sampling.temperature, sampling.top_p
+    base = min(card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p))["shape"]
+    latency = zip(card["latency"]["draft"], card["latency"]["target"], strict=True)
+    step = card["latency"]["step"]
+    facts = [facts_of((place + 0.5) * step, t, p, *each) for place, each in enumerate(latency)]
+    return LearnedSelector(shapes, network, card["shapes"].index(base), facts, step)
+
+
+def read_selector_card(folder: Path) -> dict[str, Any]:
+    """selector.json of a folder, with the entries that every use needs."""
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{folder} has no {' and no '.join(missing)}; `diversed select` writes both")
+    try:
+        card = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
+        found = card["format"]
+        sound = found != FORMAT or all(
+            (card["method"], card["drafting"], card["bases"], card["shapes"], card["latency"]["step"],
+             card["target"]["hash"], card["draft"]["hash"], card["target"]["hidden_size"], card["draft"]["hidden_size"])
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / FILES[0]} is damaged ({error!r}); run `diversed select` again") from None
+    if found != FORMAT or not sound:
+        raise ValueError(f"{folder / FILES[0]} has format {found!r}, this version reads {FORMAT}; train it again")
+    return card
+
+
 def make_selector(
     text: str, method: str, drafting: str, draft_length: int, trunk: int, pair: Pair, sampling: Sampling
 ) -> Selector:
@@ -155,6 +319,8 @@ def make_selector(
                 f"`branches` auto chooses the number of paths of gbv before each step, got method {method!r}"
             )
         return PathsSelector([topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)])
+    if Path(text).is_dir() or "/" in text:
+        return _load(Path(text), method, drafting, pair, sampling)
     if text.startswith("entropy:"):
         threshold, *shapes = text.removeprefix("entropy:").split(",")
         try:
