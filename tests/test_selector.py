@@ -1,0 +1,174 @@
+"""What chooses the tree: whatever it chooses from what is known before drawing, the text keeps its law."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from diversed.runtime.completion import Request
+from diversed.runtime.decode import Engine, decode
+from diversed.runtime.sampling import Sampling
+from diversed.runtime.selector import FILES, SCALARS, LearnedSelector, ShapeNetwork, parse_shape, row_scalars
+from safetensors.torch import save_file
+
+from .support.models import relaxed_law, tiny_pair
+from .test_decode import LENGTH, TEXTS, VOCAB, chi_squared
+
+SHAPES = ["1", "2", "2x1", "2x1+1"]
+
+
+def network(pair, seed=0) -> ShapeNetwork:
+    """Random weights that make every shape likely somewhere."""
+    torch.manual_seed(seed)
+    found = ShapeNetwork(pair.target.hidden_size, pair.draft.hidden_size, len(SHAPES))
+    found.net[6].weight.data.normal_(0, 3)
+    found.net[6].bias.data.zero_()
+    found.standardise(torch.randn(20, len(SCALARS)))
+    return found.eval()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes a selector's folder for a pair and a method."""
+
+    def write(pair, method="traversal", **changes):
+        drafting = {"traversal": "without_replacement", "gbv": "paths", "univer": "greedy"}[method]
+        card = {"format": 1, "method": method, "drafting": drafting, "shapes": SHAPES,
+                "bases": [{"temperature": 1.0, "top_p": 1.0, "shape": "2x1"}],
+                "latency": {"step": 64, "draft": [1.0], "target": [2.0]}}  # fmt: skip
+        for role in ("target", "draft"):
+            model = getattr(pair, role)
+            card[role] = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
+        (tmp_path / FILES[0]).write_text(json.dumps(card | changes))
+        save_file(network(pair).state_dict(), tmp_path / FILES[1])
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize("method", ["traversal", "gbv", "univer"])
+def test_a_network_that_chooses_the_tree_keeps_the_law(folder, method):
+    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
+    chosen = []
+    choose = LearnedSelector.choose
+
+    class Spy(LearnedSelector):
+        def choose(self, known):
+            """By the first request alone: its past is as good a reason as any, and the mean of 100 hardly changes."""
+            alone = replace(known, active=[True] + [False] * (len(known.active) - 1))
+            chosen.append(choose(self, alone)[0])
+            return chosen[-1], None
+
+    engine = Engine(pair, method, branches=folder(pair, method), relax_leaf=True)
+    engine.selector.__class__ = Spy
+    texts = list(engine.run({i: Request(prompt, i, LENGTH) for i in range(TEXTS // 10)}, 100).values())
+    assert len(set(chosen)) == len(SHAPES), "every shape is grown somewhere"
+    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
+
+
+def test_an_entropy_that_chooses_the_tree_keeps_the_law():
+    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
+    texts = decode(
+        pair, [prompt] * (TEXTS // 10), method="specinfer", branches="entropy:0.6,2,2x1+1", relax_leaf=True, batch=20,
+        max_new_tokens=LENGTH,
+    )  # fmt: skip
+    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
+    assert {tuple(c.drafted_by_depth) for c in texts} > {(1, 1)}
+
+
+@pytest.mark.parametrize("method", ["specinfer", "kseq", "traversal", "gbv", "univer"])
+def test_a_named_shape_is_the_tree_of_the_three_options(method):
+    pair, prompts = tiny_pair(11), [[2, 3, 4], [5], [6, 2, 3]]
+    paths = [2, 1] if method in ("traversal", "univer") else 2
+    options = {"method": method, "max_new_tokens": 20, "relaxation": "ensemble:0.3"}
+    named = decode(pair, prompts, branches="2x2+1", **options)
+    spelled = decode(pair, prompts, branches=paths, draft_length=2, trunk=1, **options)
+    assert [c.tokens for c in named] == [c.tokens for c in spelled]
+
+
+def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_at_the_root(folder):
+    """Against runs of both models over the committed text alone."""
+    pair = tiny_pair(11, end=False)
+    engine, seen = Engine(pair, "traversal", branches=folder(pair)), []
+    choose = engine.selector.choose
+    engine.selector.choose = lambda known: seen.append(known) or choose(known)
+    (done,) = engine.run({0: Request([2, 3, 4], 3, 25)}).values()
+    text = [2, 3, 4] + done.tokens
+    assert len(seen) > 5 and not seen[0].before[2].any()
+    for known in seen[1:]:
+        root = int(known.length)
+        with torch.no_grad():
+            target, draft = (
+                model.module(torch.tensor([text[: root + 1]]), output_hidden_states=True)
+                for model in (pair.target, pair.draft)
+            )
+        row, hidden, there = known.before
+        assert there.item() == 1
+        close = {"atol": 1e-5, "rtol": 1e-4}
+        torch.testing.assert_close(row[0], target.logits[0, root - 1].softmax(-1), **close)
+        torch.testing.assert_close(hidden[0], target.hidden_states[-1][0, root - 1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(known.rows[0], draft.logits[0, root - 1 :].softmax(-1), **close)
+        torch.testing.assert_close(known.hidden[0], draft.hidden_states[-1][0, root - 1 :], atol=1e-4, rtol=1e-4)
+
+
+def test_the_folded_network_is_the_network():
+    pair = tiny_pair(11)
+    net, x = network(pair), [torch.randn(50, size) for size in (16, 16, 16)]
+    for part in (*net.norms, *net.sides):
+        part.weight.data.normal_()
+        part.bias.data.normal_()
+    scalars = torch.randn(50, len(SCALARS))
+    # float32 sums of 400 terms of size 1, in another order
+    torch.testing.assert_close(net.folded()(torch.cat(x, 1), scalars), net(x, scalars), rtol=1e-4, atol=1e-4)
+
+
+def test_the_scalars_of_rows_are_what_they_are_called():
+    target, draft, root = torch.rand(3, 4, 9, dtype=torch.float64).softmax(-1)
+    kl = torch.nn.functional.kl_div
+    wanted = [-(row * row.log()).sum(-1) for row in (target, draft, root)]
+    wanted += [kl(target.log(), draft, reduction="none").sum(-1), kl(draft.log(), target, reduction="none").sum(-1)]
+    wanted.append((target - draft).abs().sum(-1))
+    torch.testing.assert_close(row_scalars(target, draft, root), torch.stack(wanted, -1))
+
+
+@pytest.mark.parametrize(
+    "text, shape", [("5", (1, 5, 0)), ("3x4+2", (3, 4, 2)), ("1x2+3", (1, 5, 0)), ("2x1", (2, 1, 0))]
+)
+def test_a_shape_is_read_and_written(text, shape):
+    found = parse_shape(text)
+    assert (found.paths, found.length, found.trunk) == shape and parse_shape(str(found)) == found
+    assert sum(found.widths) == found.grow("paths").nodes and found.depth == found.grow("paths").depth
+
+
+@pytest.mark.parametrize(
+    "method, branches, sentence",
+    [
+        ("traversal", "auto", "chooses the number of paths of gbv"),
+        ("traversal", "3by4", "a shape is written PATHSxLENGTH\\+TRUNK"),
+        ("traversal", "0x4", "a shape is written"),
+        ("traversal", "2x0", "a shape is written"),
+        ("traversal", "entropy:low,2,3", "written entropy:NATS,SHAPE,SHAPE"),
+        ("traversal", "entropy:1.0,2", "written entropy:NATS,SHAPE,SHAPE"),
+        ("block", "2x3", "verifies one chain"),
+        ("traversal", "./nowhere", "has no selector.json and no selector.safetensors; `diversed select` writes both"),
+    ],
+)
+def test_a_name_that_chooses_nothing_is_refused_in_one_sentence(method, branches, sentence):
+    with pytest.raises((ValueError, OSError), match=sentence):
+        Engine(tiny_pair(11), method, branches=branches)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"method": "gbv"}, "trained for method gbv, got traversal"),
+        ({"draft": {"name": "x", "hash": "other", "hidden_size": 16}}, "trained for draft other"),
+        ({"format": 9}, "has format 9, this version reads 1"),
+        ({"latency": {}}, "is damaged .*run `diversed select` again"),
+        ({"shapes": ["1"]}, "holds float32 tensors"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(folder, changes, sentence):
+    pair = tiny_pair(11)
+    with pytest.raises(ValueError, match=sentence):
+        Engine(pair, "traversal", branches=folder(pair, **changes), sampling=Sampling())
