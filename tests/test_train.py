@@ -19,6 +19,9 @@ from diversed.train.command import main, train
 from diversed.train.module import VerifierModule, schedule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
+from pytorch_lightning import Callback
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file, save_file
 
 from .support.traces import synthetic_traces
@@ -265,6 +268,26 @@ def test_the_command_and_the_function_end_with_the_same_head(finished, traces, t
     main([*words.split(), "--model.lr", "0.01", "--data.traces", traces, "--out", str(tmp_path / "train")])
     assert (tmp_path / "train/head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
     assert re.search(r"epoch 3/3  held out: loss -?\d\.\d+, step acceptance 0\.\d+, ", capsys.readouterr().out)
+
+
+def test_a_cluster_brings_its_own_strategy_plugins_and_callbacks(finished, traces, tmp_path):
+    """And the head is the one of the plain command."""
+
+    class Cluster(LightningEnvironment):
+        pass
+
+    class Counter(Callback):
+        batches = 0
+
+        def on_train_batch_end(self, trainer, *_):
+            self.batches += 1
+            self.seen = trainer.strategy
+
+    strategy, counter = SingleDeviceStrategy(torch.device("cpu")), Counter()
+    trainer = {"strategy": strategy, "plugins": Cluster(), "callbacks": counter}
+    folder = train(traces=traces, out=str(tmp_path / "train"), trainer=trainer, **SETTINGS)
+    assert counter.seen is strategy and counter.batches == 3 * math.ceil(24 / 4)
+    assert (folder / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
 
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(finished, traces, capsys):

@@ -41,7 +41,7 @@ from ..data.traces import MANIFEST, read_manifest, sha256
 from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_pair, load_tokenizer
 from ..runtime.sampling import Sampling
-from .command import CHECKPOINT, DEFAULTS, make_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
+from .command import CHECKPOINT, build_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
 from .draft import LOSSES, DraftModule, Pace, Texts, line, refuse_other_output
 
 DONE = "distill.json"
@@ -166,7 +166,7 @@ class _Distilling:
         train, held = (chosen.nonzero().squeeze(1) for chosen in (~mine, mine))
         module = DraftModule(self.pair, self.draft, texts.loader(held, settings["batch"]), settings)
         self._announce(len(train), len(held), module)
-        trainer = make_trainer(folder, [Pace()], line=line, **{**DEFAULTS, **self._trainer_options()})
+        trainer = build_trainer({**self._trainer_options(), "out": folder}, callbacks=Pace(), line=line)
         resume = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if resume:
             refuse_damaged(resume)

@@ -24,7 +24,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -91,6 +91,7 @@ def train(
     epochs: int = 4,
     clip: float = 5.0,
     data: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     seed: int = 0,
     threads: int = 1,
     **model: Any,
@@ -103,6 +104,7 @@ def train(
         epochs: passes over the traces.
         clip: largest norm of the gradient.
         data: other settings of `TraceModule`, such as batch, validation and reward.
+        trainer: other settings of Lightning's Trainer, such as devices, strategy and plugins.
         seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
         threads: CPU threads; the same number gives the same head.
         model: settings of `VerifierModule`, such as features, width and objective.
@@ -112,7 +114,9 @@ def train(
         module = TraceModule(traces, seed=seed, **reads, **(data or {}))
         seed_everything(seed, verbose=False)
         verifier = VerifierModule(**model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden)
-        trainer = make_trainer(out, **{**DEFAULTS, "max_epochs": epochs, "gradient_clip_val": clip})
+        options = {"max_epochs": epochs, "gradient_clip_val": clip, **(trainer or {})}
+        cluster = {name: options.pop(name) for name in ("strategy", "plugins", "callbacks") if name in options}
+        trainer = build_trainer({**options, "out": out}, **cluster)
         return _fit(trainer, verifier, module, out, seed, threads)
 
 
@@ -161,7 +165,9 @@ class _TrainCLI(LightningCLI):
             raise ValueError("`seed_everything` must be a whole number: with it a run can be repeated and continued")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return make_trainer(self.config["out"], **{**self._get(self.config_init, "trainer", default={}), **kwargs})
+        options = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        cluster = {name: options.pop(name) for name in ("strategy", "plugins", "callbacks")}
+        return build_trainer({**options, "out": self.config["out"]}, **cluster)
 
 
 def _section(file: Path, options: list[str]) -> dict:
@@ -175,25 +181,34 @@ def _section(file: Path, options: list[str]) -> dict:
     return settings.select({"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name)
 
 
-def make_trainer(
-    out: str | Path,
-    callbacks: list | None = None,
+def build_trainer(
+    config: Mapping[str, Any],
+    strategy: Any = "auto",
     plugins: Any = None,
+    callbacks: Any = None,
     line: Callable[[dict, int | None], str] | None = None,
-    **options: Any,
 ) -> Trainer:
-    """A Trainer that keeps its files in `out` and talks in one line an epoch: line(figures, epochs)."""
+    """The Trainer of every training here: its files lie in one folder, and it talks in one line an epoch.
+
+    config:    `out`, the folder, and options of pytorch_lightning.Trainer over DEFAULTS.
+    strategy, plugins, callbacks: Lightning's, one or a list: what a launcher or a cluster needs, see docs/scaling.md.
+    line:      (figures, epochs) -> the line of an epoch.
+    """
+    options = {**DEFAULTS, **config}
+    out = options.pop("out")
     within(1, accumulate_grad_batches=options.get("accumulate_grad_batches"))
     if options["use_distributed_sampler"]:
         raise ValueError("`trainer.use_distributed_sampler` must be false: the texts of a batch are shared out already")
-    plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    plugins, callbacks = (
+        given if isinstance(given, list) else [given] if given else [] for given in (plugins, callbacks)
+    )
     if sys.stdout.isatty() and options.get("enable_progress_bar") is not False:
         callbacks = [*callbacks, RichProgressBar(leave=False)]
     else:
         options["enable_progress_bar"] = False
     return Trainer(
         **{**options, "default_root_dir": options.get("default_root_dir") or str(out)},
+        strategy=strategy,
         callbacks=[*callbacks, _EpochEnd(Path(out), line or _line)],
         plugins=[*plugins, _WholeFiles()],
     )
