@@ -1,0 +1,135 @@
+"""Labels of contexts: the block efficiency of every tree shape against enumeration over the same models."""
+
+import math
+
+import pytest
+import torch
+from diversed.data.shapes import Comb, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from diversed.runtime.sampling import Sampling
+from diversed.runtime.selector import row_scalars
+from diversed.verifier import METHODS
+from diversed.verifier.enumerate_laws import Pair, chain, mean_length
+from diversed.verifier.law import DraftTree
+from diversed.verifier.relax import relax
+
+from .support.models import rows_after, tiny_pair
+
+SHAPES = shapes_of(["1", "2", "3", "2x1", "2x1+1", "2x2", "3x1"])
+NAMES = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
+VOCAB = 4
+
+
+def gatherer(**options) -> ShapeGatherer:
+    given = {"methods": NAMES, "shapes": SHAPES, "every": 4, "trees": 2, "max_new_tokens": 12} | options
+    return ShapeGatherer(tiny_pair(VOCAB, end=False), Sampling(), **given)
+
+
+def enumerated(pair, context: list[int], relaxation: str) -> tuple[Pair, Pair]:
+    """All rows after a context; in the second pair a row as a leaf has it, the target's own."""
+    draft, target = (
+        torch.stack(list(rows_after(model, context, 4, VOCAB).values())) for model in (pair.draft, pair.target)
+    )
+    tokens = torch.zeros(len(draft), 1, dtype=torch.long)
+    relaxed = relax(DraftTree(tokens, (-1,), draft[:, None], target[:, None]), relaxation).target[:, 0]
+    return Pair(draft, relaxed, 4)
+
+
+@pytest.mark.parametrize("relaxation", ["none", "ensemble:0.4"])
+def test_the_mean_over_combs_is_the_exact_efficiency_of_every_method_and_shape(relaxation):
+    """One root, 3,000 combs: five standard errors of a mean whose summands lie in [1, depth + 1]."""
+    made = gatherer(relaxation=relaxation, trees=3000, rows=3000, max_new_tokens=6, every=8)
+    found = made.run({0: [2, 3, 2]}, seed=1)
+    sampler = gatherer(relaxation=relaxation, max_new_tokens=6, every=8).run({0: [2, 3, 2]}, seed=1)
+    assert found["length"].tolist() == [3] == sampler["length"].tolist()
+    context = text_of(made, [2, 3, 2])[:4]
+    pair = enumerated(made.pair, context, relaxation)
+    for m, name in enumerate(NAMES):
+        for a, shape in enumerate(SHAPES):
+            value = found["efficiency"][0, m, a].item()
+            if shape.paths > 1 and name in ("token", "block"):
+                assert value == 0
+                continue
+            drafting = METHODS[name].drafting
+            parents = chain(shape.length) if shape.paths == 1 else shape.grow(drafting).parents
+            exact = 1 + mean_length(METHODS[name].law, pair, drafting, parents)
+            assert value == pytest.approx(exact, abs=5 * shape.depth / 2 / math.sqrt(3000)), (name, str(shape))
+
+
+def text_of(made, prompt):
+    from diversed.runtime.sampler import Sampler
+    from diversed.verifier.relax import parse
+
+    sampler = Sampler(made.pair, parse(made.relaxation), None, made.sampling, made.max_new_tokens)
+    return prompt + sampler.run({0: prompt}, 1, lambda *_: 1 << 44)[0].tokens
+
+
+def test_contexts_hold_what_both_models_say_there():
+    made = gatherer()
+    found = made.run({0: [2, 3, 2]}, seed=1)
+    text = text_of(made, [2, 3, 2])
+    assert found["length"].tolist() == [3, 7, 11]
+    for place, at in enumerate(found["length"].tolist()):
+        with torch.no_grad():
+            target, draft = (
+                model.module(torch.tensor([text[: at + 1]]), output_hidden_states=True)
+                for model in (made.pair.target, made.pair.draft)
+            )
+        for name, out, position in (
+            ("target_before", target, -2),
+            ("draft_before", draft, -2),
+            ("draft_root", draft, -1),
+        ):
+            torch.testing.assert_close(
+                found[name][place], out.hidden_states[-1][0, position].half(), atol=5e-3, rtol=5e-3
+            )
+        rows = [out.logits[0, position].softmax(-1)[None] for out, position in ((target, -2), (draft, -2), (draft, -1))]
+        torch.testing.assert_close(found["scalars"][place], row_scalars(*rows)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafting", ["paths", "without_replacement", "greedy"])
+def test_every_shape_is_a_part_of_the_comb(drafting):
+    shapes = shapes_of(["3x2", "2x3", "4x1+2", "2x2+1", *(["4"] if drafting == "paths" else [])])
+    comb = Comb(drafting, shapes)
+    for shape in shapes:
+        nodes = comb.part(shape)
+        parents = tuple(nodes.index(comb.topology.parents[node]) if node else -1 for node in nodes)
+        assert parents == shape.grow(drafting).parents and len(set(nodes)) == len(nodes)
+    covered = {node for shape in shapes for node in comb.part(shape)}
+    assert covered == set(range(comb.topology.nodes))
+
+
+def test_gathering_continues_with_the_same_bytes_and_refuses_other_settings(tmp_path):
+    def run(folder, **options):
+        made = gatherer(**options)
+        return gather_shapes(tmp_path / folder, made, lambda i: [2, 3, i % VOCAB], 5, {"task": "words"}, unit=2)
+
+    class Killed(Exception):
+        pass
+
+    whole = run("whole")
+    made = gatherer()
+    calls = []
+
+    def encode(number):
+        if number > 3:
+            raise Killed
+        calls.append(number)
+        return [2, 3, number % VOCAB]
+
+    with pytest.raises(Killed):
+        gather_shapes(tmp_path / "part", made, encode, 5, {"task": "words"}, unit=2)
+    with pytest.raises(ValueError, match="incomplete"):
+        read_labels(tmp_path / "part")
+    run("part")
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "part").iterdir()
+    }
+    labels, manifest = read_labels(whole)
+    assert labels["prompt"].unique().tolist() == [0, 1, 2, 3, 4] and manifest["shapes"][0] == "1"
+    with pytest.raises(ValueError, match="was labelled with trees 2, now it is 3"):
+        run("whole", trees=3)
+    (whole / "shard-00001.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="missing or damaged; run `diversed select` again"):
+        read_labels(whole)
+    run("whole")
+    assert torch.equal(read_labels(whole)[0]["efficiency"], labels["efficiency"])
