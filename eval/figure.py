@@ -66,9 +66,13 @@ def _draw(axes, rows: list[dict[str, Any]], methods: list[str]) -> list[tuple[fl
     """
     labels, named, namers = [], set(), {}
     bundles = {_family(row, "learned") for row in rows if describe(row["relaxation"])[0] == "learned"}
+    first = {describe(row["relaxation"])[0]: row["method"] for method in reversed(methods) for row in rows
+             if row["method"] == method}  # fmt: skip
     for row in sorted(rows, key=lambda row: row["tokens_per_call"]):
         kind = describe(row["relaxation"])[0]
-        if kind != "static" or kind not in namers or row["score"] >= namers[kind]["score"]:
+        if row["method"] == first[kind] and (
+            kind != "static" or kind not in namers or row["score"] >= namers[kind]["score"]
+        ):
             namers[kind] = row  # the fastest point of a kind names it; of the static line the best, where it is steep
     for number, method in enumerate(methods):
         mine = [(row, *describe(row["relaxation"])) for row in rows if row["method"] == method]
@@ -83,7 +87,7 @@ def _draw(axes, rows: list[dict[str, Any]], methods: list[str]) -> list[tuple[fl
                 _draw_line(axes, line, colour, style)
                 for row, label in chosen:
                     _draw_point(axes, row, colour, MARKERS[number % len(MARKERS)], small=kind == "static")
-                    if kind in fresh or row is namers[kind]:
+                    if kind in fresh:
                         if kind == "learned" and len(bundles) > 1:
                             label = ", ".join(filter(None, (Path(family).name.removeprefix("bundle-"), label)))
                         text = _words(kind, label, words, row is namers[kind])
@@ -137,7 +141,7 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
     if all(row["score_low"] >= 0 for row in rows):
         axes.set_ylim(bottom=max(low, -0.05 * high))
     dark = {"fontsize": 11, "color": "#222222"}
-    axes.set_xlabel("tokens per target call  (accepted + 1, mean)  \N{RIGHTWARDS ARROW} faster", **dark)
+    axes.set_xlabel("tokens per target call  (accepted + 1, mean)  \N{RIGHTWARDS ARROW} faster", loc="left", **dark)
     axes.set_ylabel(f"{metric}  \N{RIGHTWARDS ARROW} better", **dark)
     title = title or "What speed costs: quality against tokens per target call"
     figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
@@ -153,12 +157,15 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
         "bias is added to the learned gate's logit.\n"
         "Tokens per target call count the extra token of each call and end with the text."
     )
+    if len(methods) > 1:
+        small += f" Labels stand at the points of {methods[0]}."
     figure.text(0.09, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
     if len(methods) > 1:
         for number, method in enumerate(methods):
             axes.plot([], [], MARKERS[number % len(MARKERS)], color="#555555", markersize=7, label=method)
-        title = f"method (labels: {methods[0]})"
-        axes.legend(title=title, loc="lower left", frameon=False, fontsize=9.5, title_fontsize=9.5, alignment="left")
+        # Beside the name of the axis, where no point can be; a corner inside may hold the end of an interval.
+        figure.legend(loc="center right", bbox_to_anchor=(0.98, 0.128), ncol=len(methods), frameon=False, fontsize=9,
+                      columnspacing=0.6, handletextpad=0)  # fmt: skip
 
 
 def _place(figure, axes, labels: list[tuple[float, float, str, str, bool]], rows: list[dict[str, Any]]) -> None:
@@ -193,11 +200,11 @@ def _move(text, distance: float, across: int, up: int) -> None:
 
 
 def _obstacles(axes, rows: list[dict[str, Any]], renderer) -> list:
-    """Boxes [pixels] of everything drawn that a label must not cover: points with intervals, lines, the legend."""
+    """Boxes [pixels] of everything drawn that a label must not cover: points with intervals, lines."""
     import numpy
     from matplotlib.transforms import Bbox
 
-    boxes = [axes.get_legend().get_window_extent(renderer)] if axes.get_legend() is not None else []
+    boxes = []
     for row in rows:
         ends = [(row["tokens_per_call"], row[name]) for name in ("score_low", "score", "score_high")]
         (x, low), (_, y), (_, high) = axes.transData.transform(ends)

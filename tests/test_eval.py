@@ -411,3 +411,19 @@ def test_the_figure_is_drawn_with_every_kind_of_point(tmp_path, ending):
     assert out.stat().st_size > 10_000
     with pytest.raises(ValueError, match="no result to draw"):
         frontier([], out)
+
+
+def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
+    """The learned head of a second method is faster than the first one's; both stand for the same name."""
+    from diversed.eval.figure import _draw
+    from matplotlib.figure import Figure
+
+    ends = {"score": 0.5, "score_low": 0.4, "score_high": 0.6}
+    rows = [
+        {"method": method, "relaxation": relaxation, "tokens_per_call": speed + number, **ends}
+        for number, method in enumerate(("token", "block"))
+        for relaxation, speed in (("none", 1.0), ("ensemble:0.5", 2.0), ("runs/bundle", 3.0), ("a.b:oracle", 4.0))
+    ]
+    labels = _draw(Figure().add_subplot(), rows, ["token", "block"])
+    expected = ["exact decoding", "learned head", "oracle gate", "static blend, w = 0.5"]
+    assert sorted(words for _, _, words, *_ in labels) == expected
