@@ -37,8 +37,8 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     depth = draft.shape[1]
     if depth == 0:
         return Verdict(torch.zeros(len(target), dtype=torch.long), _drawn(target[:, 0], coins[:, 1]))
-    token = tree.tokens[:, 1:, None].numpy()
-    ratio = np.take_along_axis(target[:, :-1], token, 2)[..., 0] / np.take_along_axis(draft, token, 2)[..., 0]
+    drafted = rows[:, None], np.arange(depth), tree.tokens[:, 1:].numpy()
+    ratio = target[drafted] / draft[drafted]
     stop, left = _LEFT[law](target[:, :-1], draft, ratio)
     node = _index(stop, coins[:, 0])
     at = np.minimum(node, depth - 1)
@@ -79,10 +79,11 @@ def _block(target, draft, ratio):
 
 def _index(rows, uniform):
     """[B] int64, the entry of rows [B, X] that `uniform` [B] selects, computed as `verifier.law.inverse_cdf` does."""
-    cumulative = np.cumsum(rows, -1, dtype=np.float64)
+    cumulative = rows.cumsum(-1, dtype=np.float64)
     total = cumulative[:, -1]
     threshold = np.minimum(uniform * total, np.nextafter(total, 0))
-    return np.minimum((cumulative <= threshold[:, None]).sum(-1), rows.shape[-1] - 1)
+    found = [sums.searchsorted(value, "right") for sums, value in zip(cumulative, threshold, strict=True)]
+    return np.minimum(found, rows.shape[-1] - 1)
 
 
 def _drawn(rows, uniform) -> torch.Tensor:
