@@ -23,6 +23,7 @@ COMMANDS = {
     "run": ("story", "run", "gather, train, export and evaluate with one configuration; skips what is complete"),
     "gather": ("data.gather", "gather", "let a pair write texts and keep their traces: what a gate learns from"),
     "train": ("train.command", "main", "train a gate on traces"),
+    "select": ("train.selector", "select", "train what chooses the tree before each step, from labelled contexts"),
     "distill": ("train.adapters", "distill", "fine-tune a draft to its target, on texts of the target itself"),
     "export": ("export.command", "export", "make a bundle of a trained gate: a folder that decoding can use"),
     "eval": ("eval.command", "evaluate", "measure quality and speed of methods and relaxations on held-out prompts"),

@@ -1,0 +1,335 @@
+"""`diversed select`: a network that chooses the tree before each step (delayed trees, arXiv 2602.16994).
+
+    OUT/labels/T=1       contexts and the block efficiency of every shape there, one folder a temperature (data.shapes)
+    OUT/METHOD           selector.json and selector.safetensors, for `--branches OUT/METHOD` and for a bundle
+
+With pi the network's probabilities of the shapes a at a context, BE their block efficiencies and time their latencies,
+
+    rate = sum of pi(a) BE(a) / sum of pi(a) time(a),      gain = rate / rate of the base shape,
+    loss = - mean log(gain) + risk * mean over the worst tenth of max(1 - gain, 0)^2.
+
+The base shape is the best constant one on the training contexts of the same temperature. What is reported is the sum of
+BE over the sum of time on the contexts of held-out prompts, where the network takes its most likely shape.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer, seed_everything
+from safetensors.torch import save
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..data.files import write_whole
+from ..data.lock import exclusive
+from ..data.module import held_out
+from ..data.shapes import CHAINS, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from ..data.tasks import DataOptions, load_task
+from ..data.traces import sha256
+from ..runtime.latency import Latencies, read_latencies, simulated
+from ..runtime.limits import MOST_THREADS, within
+from ..runtime.model import load_pair
+from ..runtime.prompt import prompt_tokens
+from ..runtime.sampling import Sampling
+from ..runtime.selector import FILES, FORMAT, Shape, ShapeNetwork, facts_of, parse_shape
+from ..verifier.methods import METHODS
+from .command import quiet
+
+WORST = 0.1  # share of a batch in the risk term
+FACTS_STEP = 64  # tokens of context between the latencies that a selector is told
+GPU = "gpu"
+
+
+def select(
+    *,
+    out: str,
+    latencies: str,
+    labels: str | None = None,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    prompt: str | None = None,
+    prompts: int = 200,
+    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
+    shapes: list[str] = [  # noqa: B006
+        "1",
+        "2",
+        "3",
+        "4",
+        "6",
+        "8",
+        "2x1",
+        "2x2",
+        "2x4",
+        "4x1",
+        "4x2",
+        "4x4",
+        "2x2+2",
+        "4x2+2",
+        "2x4+2",
+        "2x2+4",
+    ],  # fmt: skip
+    relaxation: str = "none",
+    temperatures: list[float] = [1.0],  # noqa: B006
+    every: int = 16,
+    trees: int = 4,
+    max_new_tokens: int | None = None,
+    unit: int = 16,
+    epochs: int = 60,
+    batch: int = 256,
+    lr: float = 1e-3,
+    risk: float = 1.0,
+    validation: float = 0.25,
+    dtype: str = "auto",
+    device: str = "cpu",
+    seed: int = 0,
+    threads: int = 1,
+    trust_remote_code: bool = False,
+) -> None:
+    """Label contexts of a task's training prompts, then train a selector for every method.
+
+    Args:
+        out: folder for the selectors, one for each method; finished ones are kept.
+        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms a call.
+        labels: folder for the labels, by default OUT/labels; what is there is used, what was interrupted continued.
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: texts to label at each temperature.
+        methods: whose trees are chosen.
+        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and block.
+        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle folder, ...
+        temperatures: of both models; one selector serves them all.
+        every: tokens between two labelled contexts of a text.
+        trees: drawn at a context.
+        max_new_tokens: tokens of a text; by default the task's own number.
+        unit: texts that are labelled and written together.
+        epochs: passes over the training contexts; the best on held-out prompts is kept.
+        batch: contexts a step.
+        lr: learning rate of AdamW.
+        risk: weight of the term for contexts where the choice is slower than the base shape.
+        validation: share of the prompts that is held out.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        seed: of prompts, texts, trees and training.
+        threads: CPU threads.
+        trust_remote_code: run model code that comes with a checkpoint.
+    """
+    within(2, prompts=prompts)
+    within(1, every=every, trees=trees, unit=unit, epochs=epochs, batch=batch, max_new_tokens=max_new_tokens)
+    within(1, MOST_THREADS, threads=threads)
+    if not 0 < validation < 1:
+        raise ValueError(f"`validation` must be in (0, 1), the share of prompts held out, got {validation}")
+    torch.set_num_threads(threads)
+    found, costs = shapes_of(shapes), simulated() if latencies == GPU else read_latencies(latencies)
+    pair = load_pair(target, draft, dtype, device, trust_remote_code)
+    loaded = None if prompt else load_task(task, split="train", limit=prompts, seed=seed, data=data)
+    tokens = [prompt_tokens(prompt, pair.tokenizer)] * prompts if prompt else [
+        loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples
+    ]  # fmt: skip
+    limit = max_new_tokens or (loaded.max_new_tokens if loaded else 64)
+    folders, origin = [], {"task": task, "prompt": prompt, "source": loaded.source if loaded else "one prompt"}
+    with exclusive(out):
+        for temperature in temperatures:
+            gatherer = ShapeGatherer(
+                pair, Sampling(temperature), tuple(methods), found, relaxation, every, trees,
+                max_new_tokens=limit, stop=loaded.stop if loaded else (),
+            )  # fmt: skip
+            folder = Path(labels or f"{out}/labels") / f"T={temperature:g}"
+            folders.append(gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed))
+        settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
+                    "lr": lr, "risk": risk, "validation": validation, "seed": seed}  # fmt: skip
+        for method in methods:
+            print(line(method, train_selector(Path(out) / method, method, folders, costs, settings)), flush=True)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What a method's selector learns from and is judged on, S contexts and A shapes.
+
+    hidden: three of [S, H]; scalars: [S, 11]; efficiency, seconds: [S, A]; temperature: [S]; held: [S] bool, contexts
+    of held-out prompts; base: [S] index of the best constant shape on the others of that temperature; prompt: [S].
+    """
+
+    shapes: list[Shape]
+    hidden: list[Tensor]
+    scalars: Tensor
+    efficiency: Tensor
+    seconds: Tensor
+    temperature: Tensor
+    prompt: Tensor
+    held: Tensor
+    base: Tensor
+    manifest: dict
+
+    def rate(self, choice: Tensor, chosen: Tensor) -> float:
+        """Tokens per second on the contexts `chosen` [S] bool where `choice` [S] names the shapes."""
+        at = choice[chosen].unsqueeze(1)
+        return float(self.efficiency[chosen].gather(1, at).sum() / self.seconds[chosen].gather(1, at).sum())
+
+
+def contexts(
+    folders: list[Path], method: str, costs: Latencies, validation: float = 0.25, seed: int = 0
+) -> Contexts:  # fmt: skip
+    """The labels in these folders, one a temperature, for one method."""
+    parts, temperatures, facts = [], [], []
+    for folder in folders:
+        labels, manifest = read_labels(folder)
+        parts.append(labels)
+        sampling = manifest["sampling"]
+        temperatures += [sampling["temperature"]] * len(labels["prompt"])
+        facts.append(_facts(labels["length"], sampling, costs))
+    labels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    shapes = [parse_shape(shape) for shape in manifest["shapes"]]
+    usable = [a for a, shape in enumerate(shapes) if shape.paths == 1 or method not in CHAINS]
+    shapes = [shapes[a] for a in usable]
+    efficiency = labels["efficiency"][:, manifest["methods"].index(method), usable]
+    length = labels["length"].numpy().astype(float)
+    seconds = torch.stack([torch.from_numpy(costs.step(method, shape, length)).float() / 1e3 for shape in shapes], 1)
+    held = torch.isin(labels["prompt"], held_out(manifest["prompts"], validation, seed))
+    temperature, base = torch.tensor(temperatures, dtype=torch.float64), torch.zeros(len(held), dtype=torch.long)
+    for value in temperature.unique():
+        here = (temperature == value) & ~held
+        base[temperature == value] = (efficiency[here].sum(0) / seconds[here].sum(0)).argmax()
+    hidden = [labels[name].float() for name in ("target_before", "draft_before", "draft_root")]
+    scalars = torch.cat([labels["scalars"], torch.cat(facts)], 1)
+    return Contexts(
+        shapes, hidden, scalars, efficiency, seconds, temperature, labels["prompt"], held, base, manifest
+    )  # fmt: skip
+
+
+def _facts(length: Tensor, sampling: dict[str, Any], costs: Latencies) -> Tensor:
+    """[S, 5] the last of `selector.SCALARS`, latencies as a selector is told them at run time."""
+    middle = ((length // FACTS_STEP).double() + 0.5) * FACTS_STEP
+    calls = [costs.call(role, 1, middle.numpy()) for role in ("draft", "target")]
+    temperature, top_p, rows = sampling["temperature"], sampling["top_p"], zip(middle.tolist(), *calls, strict=True)
+    return torch.tensor([facts_of(at, temperature, top_p, *each) for at, *each in rows], dtype=torch.float32)
+
+
+class SelectorModule(LightningModule):
+    """The network and the paper's objective; `best` holds the weights of the epoch that was best on held-out prompts.
+
+    Batches are indices of contexts.
+    """
+
+    def __init__(self, known: Contexts, lr: float, risk: float):
+        super().__init__()
+        self.known, self.lr, self.risk = known, lr, risk
+        sizes = known.hidden[0].shape[1], known.hidden[1].shape[1]
+        common = int(known.base[~known.held].mode().values)
+        self.network = ShapeNetwork(*sizes, len(known.shapes), common)
+        self.network.standardise(known.scalars[~known.held])
+        self.best: tuple[float, int, dict] = (-math.inf, 0, {})
+
+    def logits(self, index: Tensor) -> Tensor:
+        return self.network([part[index] for part in self.known.hidden], self.known.scalars[index])
+
+    def gain(self, index: Tensor) -> Tensor:
+        """[B] expected rate over that of the base shape."""
+        known, share = self.known, self.logits(index).softmax(-1)
+        efficiency, seconds, base = known.efficiency[index], known.seconds[index], known.base[index].unsqueeze(1)
+        rate = (share * efficiency).sum(1) / (share * seconds).sum(1)
+        return rate * (seconds.gather(1, base) / efficiency.gather(1, base)).squeeze(1)
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return objective(self.gain(batch[0]), self.risk)
+
+    def on_train_epoch_end(self) -> None:
+        index = self.known.held.nonzero().squeeze(1)
+        self.eval()
+        with torch.no_grad():
+            value = -float(objective(self.gain(index), self.risk))
+        self.train()
+        if value > self.best[0]:
+            weights = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+            self.best = value, self.current_epoch + 1, weights
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+
+    @torch.no_grad()
+    def choice(self) -> Tensor:
+        """[S] the most likely shape at every context."""
+        return self.eval().logits(torch.arange(len(self.known.base))).argmax(-1)
+
+
+def objective(gain: Tensor, risk: float) -> Tensor:
+    """[] the loss of contexts with these gains [B] over the base shape."""
+    loss = (1 - gain).clamp_min(0).square()
+    worst = loss.topk(max(1, math.ceil(WORST * len(loss)))).values
+    return -gain.log().mean() + risk * worst.mean()
+
+
+def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies, settings: dict) -> list[dict]:
+    """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there."""
+    settings = settings | {"labels": [sha256(folder / "manifest.json") for folder in folders]}
+    if (out / FILES[0]).is_file():
+        card = json.loads((out / FILES[0]).read_text(encoding="utf-8"))
+        if card.get("settings") != settings:
+            raise ValueError(f"{out} was trained with other settings or labels; choose another --out or delete it")
+        return card["figures"]
+    known = contexts(folders, method, costs, settings["validation"], settings["seed"])
+    if not known.held.any() or known.held.all():
+        raise ValueError("`prompts` must leave texts to train on and texts held out; label more, or longer texts")
+    with quiet():
+        seed_everything(settings["seed"], verbose=False)
+        module = SelectorModule(known, settings["lr"], settings["risk"])
+        index = (~known.held).nonzero().squeeze(1)
+        loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
+        Trainer(
+            max_epochs=settings["epochs"], accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=1,
+        ).fit(module, loader)  # fmt: skip
+    module.network.load_state_dict(module.best[2])
+    rows = figures(known, module.choice())
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / FILES[1], save({name: t.contiguous() for name, t in module.network.state_dict().items()}))
+    write_whole(
+        out / FILES[0], json.dumps(_card(method, known, costs, settings, module.best[1], rows), indent=2) + "\n"
+    )
+    return rows
+
+
+def figures(known: Contexts, choice: Tensor) -> list[dict]:
+    """For every temperature tokens per second on held-out prompts: of the base shape, of the choice, and of the best
+    shape at each context, which knows the labels and is therefore above what any choice could reach.
+    """
+    ideal, rows = (known.efficiency / known.seconds).argmax(1), []
+    for value in known.temperature.unique():
+        here = known.held & (known.temperature == value)
+        rates = {name: known.rate(one, here) for name, one in
+                 (("base", known.base), ("selector", choice), ("ideal", ideal))}  # fmt: skip
+        base = str(known.shapes[int(known.base[here][0])])
+        rows.append({"temperature": float(value), "base_shape": base, "contexts": int(here.sum()), **rates})
+    return rows
+
+
+def _card(method: str, known: Contexts, costs: Latencies, settings: dict, epoch: int, rows: list[dict]) -> dict:
+    middle = torch.arange(0, 4096, FACTS_STEP).double().add(FACTS_STEP / 2).numpy()
+    manifest = known.manifest
+    return {
+        "format": FORMAT, "method": method, "drafting": METHODS[method].drafting,
+        "shapes": [str(shape) for shape in known.shapes],
+        "bases": [{"temperature": row["temperature"], "top_p": 1.0, "shape": row["base_shape"]} for row in rows],
+        "latency": {"step": FACTS_STEP, **{role: costs.call(role, 1, middle).tolist() for role in ("draft", "target")}},
+        "target": manifest["target"], "draft": manifest["draft"], "relaxation": manifest["relaxation"],
+        "settings": settings, "epoch": epoch, "figures": rows,
+    }  # fmt: skip
+
+
+def line(method: str, rows: list[dict]) -> str:
+    """The figures of a selector in words."""
+    return "\n".join(
+        f"{method} at T={row['temperature']:g}: {row['selector']:.1f} tokens/s predicted on held-out prompts, "
+        f"{row['base']:.1f} with {row['base_shape']} always, {row['ideal']:.1f} with the labels known"
+        for row in rows
+    )
