@@ -1,6 +1,7 @@
 """The share of a step that is spent outside the two models: drawing, verifying, committing, and what surrounds a call.
 
-A step is everything after the prefill. Time inside the models is the time of their calls, as the loop makes them.
+A step is everything after the prefill. Time inside the models is the time of their calls, as the loop makes them. With
+DIVERSED_LEAN=0 in the environment the calls go through transformers' modules.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(
     seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
-    """One row a method and batch: the share outside the models, and the milliseconds of a step.
+    """For every method and batch: the share outside the models, and the milliseconds of a step and of its stages.
 
     Args:
         target: folder, hub name or .gguf file of the model being served.
@@ -94,22 +95,23 @@ def run(
     return [row for (method, batch), found in cases.items() for row in _rows(method, batch, found[1:])]
 
 
-def _measure(engine: Engine, requests: dict[int, Request]) -> tuple[float, float]:
-    """(share of the steps' time outside the models, milliseconds of a step) of one batch."""
+def _measure(engine: Engine, requests: dict[int, Request]) -> dict[str, float]:
+    """Of one batch: the percentage of its steps' time outside the models, and milliseconds a step, stage by stage."""
     models = (engine.pair.target, engine.pair.draft)
     before = sum(model.seconds for model in models)
     engine.seconds = dict.fromkeys(STAGES, 0.0)
     done = engine.run(requests, static=False)  # captured calls could not be timed
-    total = sum(seconds for stage, seconds in engine.seconds.items() if stage != "prefill")
+    del engine.seconds["prefill"]
+    total, steps = sum(engine.seconds.values()), max(completion.target_calls for completion in done.values())
     inside = sum(model.seconds for model in models) - before
-    return 1 - inside / total, 1e3 * total / max(completion.target_calls for completion in done.values())
+    found = {"% of a step outside the models": 100 * (1 - inside / total), "ms a step": 1e3 * total / steps}
+    return found | {f"ms a step, {stage}": 1e3 * seconds / steps for stage, seconds in engine.seconds.items()}
 
 
-def _rows(method: str, batch: int, found: list[tuple[float, float]]) -> list[dict]:
-    share, step = ([row[column] for row in found] for column in (0, 1))
-    case = f"{method}, batch {batch}"
+def _rows(method: str, batch: int, found: list[dict[str, float]]) -> list[dict]:
+    columns = {unit: [row[unit] for row in found] for unit in found[0]}
     return [
-        {"case": case, "value": 100 * statistics.median(share), "unit": "% of a step outside the models",
-         "low": 100 * min(share), "high": 100 * max(share)},
-        {"case": case, "value": statistics.median(step), "unit": "ms a step", "low": min(step), "high": max(step)},
+        {"case": f"{method}, batch {batch}", "value": statistics.median(values), "unit": unit, "low": min(values),
+         "high": max(values)}
+        for unit, values in columns.items()
     ]  # fmt: skip
