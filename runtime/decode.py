@@ -51,6 +51,9 @@ def decode(
 ) -> list[Completion]:
     """Continue every prompt by speculative decoding.
 
+    Every call makes its engines anew. Where calls repeat and steps are captured (a GPU) or compiled, make an `Engine`
+    once and give requests to its `run`.
+
     prompts:        token ids, at least one each.
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
     relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has one for each
