@@ -1,0 +1,281 @@
+"""What the choice of a tree is worth: every method with its best constant shape and with what chooses before each step.
+
+From labels alone, on the contexts of held-out prompts: tokens per second that latencies predict for the best constant
+shape, for an entropy threshold, for the network of `diversed select` and for a choice that knows the labels. The
+constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
+bootstrap intervals over prompts.
+
+From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as measured, and what latencies
+predict for the very steps that were taken, whose error is printed beside them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..data.tasks import DataOptions
+from ..runtime.completion import Request
+from ..runtime.decode import Engine
+from ..runtime.latency import Latencies, read_latencies, simulated
+from ..runtime.model import load_pair
+from ..runtime.sampling import Sampling
+from ..runtime.selector import SCALARS, parse_shape, read_selector_card
+from ..train.selector import GPU, Contexts, SelectorModule, contexts
+from .efficiency import encoded_prompts, ratio_of_sums
+from .latency import clock_of
+
+RESAMPLES = 2000
+QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
+
+
+def run(
+    *,
+    selectors: str,
+    latencies: str,
+    labels: str | None = None,
+    target: str = "sums-target",
+    draft: str = "sums-draft",
+    dtype: str = "auto",
+    device: str = "cpu",
+    task: str = "sums",
+    data: DataOptions = DataOptions(),  # noqa: B008  frozen
+    prompt: str | None = None,
+    prompts: int = 8,
+    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
+    temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
+    max_new_tokens: int = 48,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[dict]:
+    """Rows of a method and temperature: predicted on held-out contexts, then measured.
+
+    Args:
+        selectors: folder that `diversed select` wrote.
+        latencies: what it was given: a file of `diversed bench latency --json`, or gpu, which no decoding can be
+            compared with: give --prompts 0.
+        labels: folder of its labels, by default SELECTORS/labels.
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where test prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
+        methods: of the selectors there.
+        temperatures: of the labels there.
+        max_new_tokens: tokens of a test text.
+        seed: of test prompts and texts.
+        threads: CPU threads.
+    """
+    if latencies == GPU and prompts:
+        raise ValueError("`latencies` gpu is an assumed pair, whose steps cannot be measured; give --prompts 0")
+    torch.set_num_threads(threads)
+    costs = simulated() if latencies == GPU else read_latencies(latencies)
+    folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
+    rows, shapes = [], {}
+    for method in methods:
+        settings = read_selector_card(Path(selectors) / method)["settings"]
+        known = contexts(folders, method, costs, settings["validation"], settings["seed"])
+        module = SelectorModule(known, 0.0, 0.0)
+        module.network.load_state_dict(load_file(Path(selectors) / method / "selector.safetensors"))
+        rows += _predicted(method, known, module.choice(), seed)
+        for temperature in temperatures:
+            base = known.base[known.temperature == temperature][0]
+            shapes[method, temperature] = str(known.shapes[int(base)])
+    if not prompts:
+        return rows
+    pair, clock = load_pair(target, draft, dtype, device), clock_of(device, threads)
+    encoded = encoded_prompts(pair, task, data, prompt, prompts + 1, seed)
+    requests = [Request(tokens, (seed << 32) + i, max_new_tokens) for i, tokens in enumerate(encoded)]
+    cases = [
+        _Case(method, temperature, name, Engine(pair, method, draft_length=parse_shape(base).depth, branches=branches,
+                                                sampling=Sampling(temperature)))
+        for (method, temperature), base in shapes.items()
+        for name, branches in _choices(method, base, selectors)
+    ]  # fmt: skip
+    for number, request in enumerate(track(requests, "trees", console=Console(stderr=True))):
+        for case in cases:
+            case.decode(request, clock, keep=number > 0)
+    for case in cases:
+        rows += case.rows(costs, cases)
+    return rows
+
+
+def _choices(method: str, base: str, selectors: str) -> list[tuple[str, str]]:
+    found = [(base, base), ("selector", f"{selectors}/{method}")]
+    return [*found, ("auto", "auto")] if method == "gbv" else found
+
+
+def entropy_choice(known: Contexts, temperature: float) -> Tensor:
+    """[S] a shape for every context of a temperature: of two, by the draft's entropy at the root, as they are best on
+    the training contexts.
+    """
+    here = (known.temperature == temperature) & ~known.held
+    entropy = known.scalars[:, SCALARS.index("root_entropy")].double()
+    best, choice = -1.0, known.base
+    for threshold in torch.quantile(entropy[here], QUANTILES):
+        low, high = here & (entropy <= threshold), here & (entropy > threshold)
+        gained = known.efficiency[low].sum(0)[:, None] + known.efficiency[high].sum(0)
+        rates = gained / (known.seconds[low].sum(0)[:, None] + known.seconds[high].sum(0))
+        if float(rates.max()) > best:
+            best = float(rates.max())
+            first, second = divmod(int(rates.argmax()), len(known.shapes))
+            choice = torch.where(entropy <= threshold, first, second)
+    return choice
+
+
+def _predicted(method: str, known: Contexts, learned: Tensor, seed: int) -> list[dict]:
+    """One row a choice and temperature on held-out prompts."""
+    rows = []
+    for temperature in known.temperature.unique().tolist():
+        here = known.held & (known.temperature == temperature)
+        shape = str(known.shapes[int(known.base[here][0])])
+        choices = {
+            shape: known.base,
+            "entropy": entropy_choice(known, temperature),
+            "selector": learned,
+            "ideal": (known.efficiency / known.seconds).argmax(1),
+        }
+        rates, per_call = _resampled(known, choices, here, seed)
+        for name, values in rates.items():
+            gain = values / rates[shape]
+            row = {"case": f"T={temperature:g} {method} {name}, held out", "value": float(values[0]),
+                   "unit": "tokens/s predicted", "low": _quantile(values, 0.025), "high": _quantile(values, 0.975),
+                   "tokens_per_call": float(per_call[name][0])}  # fmt: skip
+            if name != shape:
+                row |= {
+                    "vs": {shape: float(gain[0])},
+                    "vs_low": _quantile(gain, 0.025),
+                    "vs_high": _quantile(gain, 0.975),
+                }
+            rows.append(row)
+    return rows
+
+
+def _resampled(known: Contexts, choices: dict[str, Tensor], here: Tensor, seed: int):
+    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of resampled ones."""
+    prompts, owner = known.prompt[here].unique(return_inverse=True)
+    weights = torch.ones(1 + RESAMPLES, len(prompts), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(prompts), (RESAMPLES, len(prompts)), generator=generator)
+    weights[1:] = torch.zeros(RESAMPLES, len(prompts), dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
+    )
+
+    def sums(values: Tensor) -> Tensor:
+        return weights @ torch.zeros(len(prompts), dtype=torch.float64).index_add(0, owner, values.double())
+
+    rates, per_call = {}, {}
+    for name, choice in choices.items():
+        at = choice[here].unsqueeze(1)
+        tokens = sums(known.efficiency[here].gather(1, at)[:, 0])
+        rates[name] = tokens / sums(known.seconds[here].gather(1, at)[:, 0])
+        per_call[name] = tokens / sums(torch.ones(len(at)))
+    return rates, per_call
+
+
+def _quantile(values: Tensor, share: float) -> float:
+    return float(torch.quantile(values[1:], share))
+
+
+@dataclass
+class _Case:
+    """One way of decoding; tokens, calls and seconds of every text, its mean context, and how often each shape was
+    grown. The first text is for what is computed once a process.
+    """
+
+    method: str
+    temperature: float
+    name: str
+    engine: Engine
+    tokens: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    context: list[float] = field(default_factory=list)
+    grown: Counter = field(default_factory=Counter)
+    choosing: float = 0.0
+
+    def decode(self, request: Request, clock, keep: bool) -> None:
+        """Decode one text; the prefill and the first step are not counted."""
+        ends, selector, grown = [], self.engine.selector, []
+        choose = selector.choose
+
+        def watched(known):
+            began = clock()
+            found = choose(known)
+            grown.append((found[0], clock() - began))
+            return found
+
+        selector.choose = watched
+        counts: list[int] = []
+        (done,) = self.engine.run(
+            {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
+        ).values()
+        del selector.choose
+        if len(ends) < 2 or not keep:
+            return
+        self.tokens.append(sum(counts[1:]))
+        self.calls.append(len(ends) - 1)
+        self.seconds.append(ends[-1] - ends[0])
+        self.context.append(len(request.tokens) + len(done.tokens) / 2)
+        for shape, taken in grown[1:] or [(0, 0.0)] * (len(ends) - 1):
+            self.grown[shape] += 1
+            self.choosing += taken
+
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+    def predicted(self, costs: Latencies) -> float:
+        """Tokens per second if every step took what latencies say of its shape at the mean context."""
+        context = np.array([statistics.mean(self.context)])
+        total = sum(self.grown.values())
+        step = sum(
+            count / total * costs.step(self.method, _shape(self.engine, index), context)[0]
+            for index, count in self.grown.items()
+        )
+        return sum(self.tokens) / sum(self.calls) / step * 1e3
+
+    def rows(self, costs: Latencies, cases: list[_Case]) -> list[dict]:
+        """Tokens per call and per second, against the constant shape; a selector's share of a step."""
+        mine = f"T={self.temperature:g} {self.method} {self.name}"
+        rival = next(c for c in cases if (c.method, c.temperature) == (self.method, self.temperature))
+        per_call = ratio_of_sums(self.tokens, self.calls, RESAMPLES)
+        rate = ratio_of_sums(self.tokens, self.seconds, RESAMPLES)
+        predicted = self.predicted(costs)
+        versus = {} if rival is self else {"vs": {rival.name: self.rate / rival.rate}}
+        keys = ("value", "low", "high")
+        rows = [
+            {"case": mine, "unit": "tokens/call", **dict(zip(keys, per_call, strict=True))},
+            {"case": mine, "unit": "tokens/s", **dict(zip(keys, rate, strict=True)), **versus},
+            {
+                "case": f"{mine}, predicted",
+                "unit": "tokens/s",
+                "value": predicted,
+                "vs": {"measured": predicted / rate[0]},
+            },
+        ]
+        if self.name == "selector":
+            share = 100 * self.choosing / sum(self.seconds)
+            rows.append({"case": f"{mine}, choosing", "unit": "% of a step", "value": share})
+        return rows
+
+
+def _shape(engine: Engine, index: int):
+    """The shape that a topology has."""
+    topology = engine.shapes[index]
+    widths = [last - first for first, last in zip(topology.levels, topology.levels[1:], strict=False)]
+    paths = widths[-1]
+    trunk = widths.count(1) - 1 if paths > 1 else 0
+    return parse_shape(f"{paths}x{len(widths) - 1 - trunk}+{trunk}")

@@ -1,0 +1,141 @@
+"""The selector's objective and training: from contexts whose best tree can be told, it learns to tell it."""
+
+import json
+
+import pytest
+import torch
+from diversed.data.shapes import read_labels
+from diversed.export.bundle import write_bundle
+from diversed.export.card import make_card
+from diversed.runtime.decode import decode
+from diversed.runtime.latency import simulated
+from diversed.runtime.model import load_pair
+from diversed.runtime.selector import SCALARS, parse_shape
+from diversed.train.selector import Contexts, SelectorModule, contexts, figures, objective, select
+from diversed.verifier.head import WeightHead
+
+
+def told(count=600, seed=0) -> Contexts:
+    """Contexts whose first hidden number says whether the short or the long shape is twice as fast."""
+    torch.manual_seed(seed)
+    hidden = [torch.randn(count, 8) for _ in range(3)]
+    long = hidden[0][:, 0] > 0
+    efficiency = torch.where(long.unsqueeze(1), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
+    seconds = torch.tensor([1.0, 2.0]).expand(count, 2)
+    prompt = torch.arange(count)
+    return Contexts(
+        [parse_shape("1"), parse_shape("4")], hidden, torch.randn(count, len(SCALARS)), efficiency, seconds,
+        torch.ones(count, dtype=torch.float64), prompt, prompt % 4 == 0, torch.ones(count, dtype=torch.long), {},
+    )  # fmt: skip
+
+
+def test_the_objective_is_the_mean_log_gain_and_the_worst_tenth():
+    gain = torch.tensor([2.0] * 8 + [0.5, 0.8], dtype=torch.float64)
+    expected = -gain.log().mean() + 3 * 0.5**2
+    torch.testing.assert_close(objective(gain, 3.0), expected)
+    assert objective(torch.ones(5), 7.0) == 0
+
+
+def test_the_gain_is_expected_tokens_over_expected_time_over_the_base_shapes():
+    known = told()
+    module = SelectorModule(known, 1e-3, 1.0).eval()
+    index = torch.arange(10)
+    share = module.logits(index).softmax(-1)
+    for row in range(10):
+        rate = (share[row] @ known.efficiency[row]) / (share[row] @ known.seconds[row])
+        base = known.efficiency[row, 1] / known.seconds[row, 1]
+        torch.testing.assert_close(module.gain(index)[row], rate / base)
+
+
+def test_a_network_that_was_not_trained_grows_the_base_shape_everywhere():
+    known = told()
+    assert (SelectorModule(known, 1e-3, 1.0).choice() == known.base).all()
+
+
+def test_training_tells_contexts_apart_that_differ():
+    known = told()
+    module = SelectorModule(known, 3e-3, 1.0)
+    (before,) = figures(known, known.base)
+    assert before["base"] == before["selector"] < 0.9 * before["ideal"]
+    optimizer, index = module.configure_optimizers(), (~known.held).nonzero().squeeze(1)
+    module.train()
+    for _ in range(60):
+        loss = module.training_step([index], 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    (after,) = figures(known, module.choice())
+    assert after["selector"] > 0.97 * after["ideal"] > 1.1 * after["base"]  # held-out contexts
+
+
+@pytest.fixture(scope="module")
+def selected(tmp_path_factory):
+    """A selector for traversal on the packaged pair, from eight short texts."""
+    out = tmp_path_factory.mktemp("select") / "out"
+    options = {
+        "latencies": "gpu", "prompts": 8, "methods": ["block", "traversal"], "shapes": ["1", "3", "2x2+1"],
+        "temperatures": [1.0, 0.5], "every": 6, "trees": 1, "max_new_tokens": 14, "unit": 8, "epochs": 3,
+    }  # fmt: skip
+    select(out=str(out), **options)
+    return out, options
+
+
+def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
+    out, options = selected
+    before = (out / "traversal" / "selector.safetensors").read_bytes()
+    select(out=str(out), **options)
+    printed = capsys.readouterr().out
+    assert "traversal at T=0.5:" in printed and "block at T=1:" in printed
+    assert (out / "traversal" / "selector.safetensors").read_bytes() == before
+    card = json.loads((out / "traversal" / "selector.json").read_text())
+    assert [row["temperature"] for row in card["figures"]] == [0.5, 1.0] and card["shapes"] == ["1", "3", "2x2+1"]
+    assert json.loads((out / "block" / "selector.json").read_text())["shapes"] == ["1", "3"]
+    with pytest.raises(ValueError, match="was trained with other settings"):
+        select(out=str(out), **options | {"epochs": 4})
+    pair = load_pair("sums-target", "sums-draft")
+    (text,) = decode(pair, [[5, 6, 7]], method="traversal", branches=str(out / "traversal"), max_new_tokens=12)
+    assert text.tokens
+
+
+def test_the_base_is_the_best_constant_shape_of_each_temperature_on_the_training_prompts(selected):
+    out, _ = selected
+    folders = [out / "labels" / f"T={t:g}" for t in (1.0, 0.5)]
+    known = contexts(folders, "traversal", simulated())
+    assert known.efficiency.shape == (len(known.base), 3) and known.held.any() and not known.held.all()
+    for temperature in (0.5, 1.0):
+        here = (known.temperature == temperature) & ~known.held
+        rates = [known.rate(torch.full_like(known.base, shape), here) for shape in range(3)]
+        assert (known.base[known.temperature == temperature] == rates.index(max(rates))).all()
+    labels, _ = read_labels(folders[0])
+    assert (labels["efficiency"][:, 0, 2] == 0).all() and (labels["efficiency"][:, 1] >= 1).all()
+
+
+def test_a_bundle_carries_a_selector_that_chooses_the_same(selected, tmp_path):
+    out, _ = selected
+    pair = load_pair("sums-target", "sums-draft")
+    head = WeightHead("logits")
+    manifest = {role: {"name": f"sums-{role}", "hash": getattr(pair, role).hash,
+                       "hidden_size": getattr(pair, role).hidden_size} for role in ("target", "draft")}  # fmt: skip
+    manifest |= {"tokenizer": "", "vocab": 643, "sampling": {"temperature": 1.0}, "task": "sums", "relaxation": "none"}
+    card = make_card(head, {"manifest": manifest, "traces_sha256": "0"}, 5, 0.0)
+    write_bundle(tmp_path / "bundle", head, card, out / "traversal")
+    options = {"method": "traversal", "max_new_tokens": 20, "seeds": [3]}
+    ours, theirs = (
+        decode(pair, [[5, 6, 7]], branches=str(folder), **options)[0].tokens
+        for folder in (tmp_path / "bundle", out / "traversal")
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"prompts": 1}, "`prompts` must be at least 2"),
+        ({"validation": 1.0}, "`validation` must be in \\(0, 1\\)"),
+        ({"latencies": "nowhere.json"}, "nowhere.json"),
+        ({"shapes": ["3by2"]}, "a shape is written"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_sentence(change, sentence, tmp_path):
+    with pytest.raises((ValueError, OSError), match=sentence):
+        select(**{"out": str(tmp_path / "out"), "latencies": "gpu"} | change)
