@@ -1,0 +1,108 @@
+"""lm-evaluation-harness: its tasks on a pair decoded by our loop, as the model `diversed`.
+
+    python -m diversed.export.lm_eval run --model diversed --tasks gsm8k \\
+        --model_args '{"pretrained": "TARGET", "draft": "DRAFT", "relaxation": "BUNDLE", "method": "block"}'
+
+Texts (generate_until) are decoded as `diversed decode` would; likelihoods of given texts are the target's, by the
+harness's own code. This module registers the model when it is imported; run as above it is the harness's command.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from ..runtime.completion import Request
+from ..runtime.decode import Engine, run_grouped
+from ..runtime.limits import within
+from ..runtime.model import load_pair
+from ..runtime.sampling import Sampling
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+logger = logging.getLogger(__name__)
+
+
+@register_model("diversed")
+class Diversed(HFLM):
+    """A target and a draft; the arguments are those of `diversed decode`.
+
+    pretrained:  the target, by the harness's name for it.
+    seed:        text i of a task, counted from 0, has seed * 2^32 + i.
+    batch_size:  texts decoded together, and texts whose likelihood is computed together.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "sums-target",
+        draft: str = "sums-draft",
+        relaxation: str = "none",
+        method: str = "token",
+        draft_length: int = 5,
+        dtype: str = "auto",
+        device: str | None = None,
+        seed: int = 0,
+        batch_size: int = 1,
+        trust_remote_code: bool = False,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,  # the harness names it always; there is nothing to find out here
+    ):
+        if not str(batch_size).isdecimal():
+            raise ValueError(f"`batch_size` must be a whole number, got {batch_size!r}; it is not found automatically")
+        within(-(1 << 31), (1 << 31) - 1, seed=seed)
+        self.pair = load_pair(pretrained, draft, dtype, device or "cpu", trust_remote_code)
+        super().__init__(
+            self.pair.target.module, tokenizer=self.pair.tokenizer, backend="causal", batch_size=int(batch_size),
+            max_length=max_length,
+        )  # fmt: skip
+        self.seed, self.options = seed, {"method": method, "relaxation": relaxation, "draft_length": draft_length}
+        self.engines: dict[Sampling, Engine] = {}
+        self.engine(Sampling(temperature=0))  # an unsound option is told before the task is read
+
+    def engine(self, sampling: Sampling) -> Engine:
+        if sampling not in self.engines:
+            self.engines[sampling] = Engine(self.pair, sampling=sampling, **self.options)
+        return self.engines[sampling]
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        engines, asked = {}, {}
+        for index, request in enumerate(requests):
+            context, given = request.args
+            sampling, until, new_tokens = _settings(given, self.max_gen_toks)
+            engines[index] = self.engine(sampling)
+            tokens = self._fitting(context, new_tokens, engines[index])
+            asked[index] = Request(tokens, (self.seed << 32) + index, new_tokens, until)
+            engines[index].check(index, asked[index])
+        done = run_grouped(engines, asked, self.batch_size)
+        for index, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, done[index].text)
+        return [done[index].text for index in range(len(requests))]
+
+    def _fitting(self, context: str, new_tokens: int, engine: Engine) -> list[int]:
+        """The context's last tokens that leave room for a text, as the harness's other models read it."""
+        tokens = self.tok_encode(context)
+        room = min(self.max_length, self.pair.draft.max_positions) - new_tokens - engine.shape.depth
+        if room < 1:
+            raise ValueError(f"`max_gen_toks` {new_tokens} leaves no room for a prompt in the context; lower it")
+        if len(tokens) > room:
+            logger.warning("a context of %d tokens is cut on the left to %d", len(tokens), room)
+        return tokens[-room:]
+
+
+def _settings(given: dict[str, Any], new_tokens: int) -> tuple[Sampling, tuple[str, ...], int]:
+    """Sampling, stop strings and number of new tokens that a task asks for; ValueError for what is not known here."""
+    options = dict(normalize_gen_kwargs(given, new_tokens))
+    until, new_tokens, sampled = (options.pop(name) for name in ("until", "max_gen_toks", "do_sample"))
+    chosen = {name: options.pop(name) for name in SAMPLING if options.get(name) is not None}
+    if options:
+        raise ValueError(f"generation_kwargs {', '.join(options)} cannot be honoured; leave them out of the task")
+    sampling = Sampling(**chosen) if sampled else Sampling(temperature=0)
+    return sampling, tuple(text for text in until if text), new_tokens
+
+
+if __name__ == "__main__":
+    cli_evaluate()
