@@ -6,7 +6,8 @@ stops when step acceptance, 1 - TV, on held-out prompts no longer rises, and the
 
     OUT/traces/          the texts, as `diversed gather` stores them
     OUT/cut-0-4/         the draft before training, where it is made of layers of the target; it lies beside traces/
-    OUT/settings.json, last.ckpt, metrics.csv   as `diversed train` keeps them; row 0 is the draft before training
+    OUT/settings.json, metrics.csv   as `diversed train` keeps them, last.ckpt until the draft is written; row 0 is the
+                                     draft before training
     OUT/adapter_model.safetensors, adapter_config.json   a LoRA adapter that peft and transformers read; or, after
     OUT/config.json, model.safetensors, ...     training all weights or layers of the target, a model
     OUT/distill.json     figures and where everything came from, written last
@@ -175,6 +176,7 @@ class _Distilling:
         loader = texts.loader(train, settings["batch"], settings["seed"])
         trainer.fit(module, loader, ckpt_path=resume, weights_only=True)
         self._write(module)
+        (folder / CHECKPOINT).unlink()  # several times the draft with its optimiser, and nothing is left to continue
         print(f"{time.monotonic() - began:.0f} s of training; use it with --draft {folder}", flush=True)
         return folder
 
