@@ -1,9 +1,12 @@
 """The selector's objective and training: from contexts whose best tree can be told, it learns to tell it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from diversed.benchmarks import latency, trees
+from diversed.benchmarks.command import record, write
 from diversed.data.shapes import read_labels
 from diversed.export.bundle import write_bundle
 from diversed.export.card import make_card
@@ -139,3 +142,51 @@ def test_a_bundle_carries_a_selector_that_chooses_the_same(selected, tmp_path):
 def test_what_cannot_be_trained_is_refused_in_one_sentence(change, sentence, tmp_path):
     with pytest.raises((ValueError, OSError), match=sentence):
         select(**{"out": str(tmp_path / "out"), "latencies": "gpu"} | change)
+
+
+def test_an_entropy_threshold_is_the_best_of_its_kind_on_the_training_contexts():
+    """Where entropy at the root tells the contexts apart, it does as well as the labels themselves."""
+    known = told()
+    scalars = known.scalars.clone()
+    scalars[:, SCALARS.index("root_entropy")] = -known.hidden[0][:, 0]
+    informed = replace(known, scalars=scalars)
+    ideal, held = (known.efficiency / known.seconds).argmax(1), known.held
+    found = informed.rate(trees.entropy_choice(informed, 1.0), held)
+    assert 0.97 * known.rate(ideal, held) < found <= known.rate(ideal, held)
+    # of noise it keeps what is best always
+    assert known.rate(trees.entropy_choice(known, 1.0), ~held) >= known.rate(known.base, ~held)
+
+
+def test_the_benchmark_sets_what_is_predicted_beside_what_is_measured(selected):
+    out, _ = selected
+    options = {"selectors": str(out), "methods": ["block", "traversal"], "temperatures": [1.0]}
+    rows = trees.run(latencies="gpu", prompts=0, **options)
+    names = [row["case"].split(" ", 1)[1].removesuffix(", held out") for row in rows]
+    base = json.loads((out / "traversal" / "selector.json").read_text())["figures"][1]
+    assert names[4:] == [
+        f"traversal {base['base_shape']}",
+        "traversal entropy",
+        "traversal selector",
+        "traversal ideal",
+    ]
+    predicted = {name: row["value"] for name, row in zip(names, rows, strict=True)}
+    assert predicted["traversal selector"] == pytest.approx(base["selector"], rel=1e-6)
+    assert all(row["low"] <= row["value"] * 1.001 and row["value"] <= row["high"] * 1.001 for row in rows)
+    with pytest.raises(ValueError, match="give --prompts 0"):
+        trees.run(latencies="gpu", prompts=1, **options)
+
+
+def test_measured_rows_count_the_steps_that_were_taken(selected, tmp_path):
+    out, _ = selected
+    timed = latency.run(methods=["traversal"], shapes=["1", "2", "2x1"], contexts=[16], tokens=[1, 4], repetitions=1,
+                        step_repetitions=1, max_new_tokens=4)  # fmt: skip
+    write(record(timed), tmp_path / "F.json")
+    rows = trees.run(
+        selectors=str(out), latencies=str(tmp_path / "F.json"), methods=["traversal"], temperatures=[1.0], prompts=2,
+        max_new_tokens=10,
+    )  # fmt: skip
+    measured = {(row["case"], row["unit"]): row for row in rows if "held out" not in row["case"]}
+    per_call = [row["value"] for (_, unit), row in measured.items() if unit == "tokens/call"]
+    assert len(per_call) == 2 and all(1 <= value <= 4 for value in per_call)
+    choosing = [row["value"] for (_, unit), row in measured.items() if unit == "% of a step"]
+    assert len(choosing) == 1 and 0 < choosing[0] < 100
