@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from ..data.scores import SCORES
 from ..verifier.relax import parse
 from .charts import Line, Point, lines, scatter, symbol
 from .facts import Run
@@ -12,6 +13,7 @@ from .figure import KINDS, describe
 from .markup import Markup, tag
 from .sections import Row, interval, number, section, settings_words, wide
 
+LIKELIHOOD = SCORES["target_logprob"].metric
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
 LEGEND = {
     "exact": "exact decoding", "static": "static blend, labelled with the draft's share w",
@@ -57,10 +59,16 @@ def _bundle(row: Row) -> str:
 
 
 def frontiers(rows: list[Row]) -> Markup:
-    parts = [
-        tag("p", "Upper right is better. Bars are 95 % intervals in both directions, prompts resampled; the blue line "
-            "joins exact decoding and the static blends in the order of w. Hover a point for its numbers.")
-    ]  # fmt: skip
+    about = (
+        "Upper right is better. Bars are 95 % intervals in both directions, prompts resampled; the blue line "
+        "joins exact decoding and the static blends in the order of w. Hover a point for its numbers."
+    )
+    if any(row["metric"] == LIKELIHOOD for row in rows):
+        about += (
+            " A log-probability above exact decoding's is no better quality: such a rule leaves out tokens that the "
+            "target itself writes now and then, and its texts are not the target's (texts p)."
+        )
+    parts = [tag("p", about)]
     for words, group in groups(rows).items():
         metric = group[0]["metric"] or "score"
         charts = [tag("figure", scatter(*_points(group, speed), name, metric)) for speed, name in SPEED_NAMES.items()]

@@ -158,6 +158,7 @@ def test_quality_can_be_the_likelihood_where_the_task_is_too_hard(tmp_path):
     words = " ".join("".join(Reader(written(folder, quality="likelihood")).words).split())
     assert (folder / "report-likelihood.html").is_file() and not (folder / "report.html").exists()
     assert "Quality is target log-probability" in words
+    assert "A log-probability above exact decoding's is no better quality" in words
     rows = read_runs([folder], "likelihood")[0].rows
     assert [row["score"] for row in rows] == pytest.approx([-8 / 12] * len(rows), rel=1e-12)
 
