@@ -61,12 +61,14 @@ def read_latencies(path: str | Path) -> Latencies:
         steps = [(row["method"], parse_shape(row["shape"]), row["context"], row["value"])
                  for row in rows if row["role"] == "step"]  # fmt: skip
         contexts, tokens = (np.array(sorted({key[place] for key in calls})) for place in (1, 2))
-        grid = {role: np.array([[calls[role, x, y] for y in tokens] for x in contexts]) for role in ROLES}
-    except (ValueError, KeyError, TypeError) as error:
+        grid = {role: np.array([[calls[role, x, y] for y in tokens] for x in contexts], float) for role in ROLES}
+        if not calls or not all((0 <= times).all() and (times < np.inf).all() for times in grid.values()):
+            raise ValueError("a call took no time")
+        return with_rest(Latencies(tokens, contexts, grid), steps)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} holds no latencies ({error!r}); write it with `diversed bench latency --json {path}`"
         ) from None
-    return with_rest(Latencies(tokens, contexts, grid), steps)
 
 
 def with_rest(found: Latencies, steps: list[tuple[str, Shape, float, float]]) -> Latencies:

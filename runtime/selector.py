@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.multipath import choose_paths
 from .drafting import Topology, topology
@@ -41,7 +42,7 @@ FORMAT = 1
 ROW_SCALARS = ("target_entropy", "draft_entropy", "root_entropy", "kl", "reverse_kl", "l1")
 SCALARS = (*ROW_SCALARS, "log_length", "temperature", "top_p", "draft_ms", "target_ms")
 SIDE = 128  # numbers that each hidden state is mapped to
-_SHAPE = re.compile(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?")
+_SHAPE = re.compile(r"(?:(\d{1,3})x)?(\d{1,3})(?:\+(\d{1,3}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -298,15 +299,37 @@ def read_selector_card(folder: Path) -> dict[str, Any]:
     try:
         card = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
         found = card["format"]
-        sound = found != FORMAT or all(
-            (card["method"], card["drafting"], card["bases"], card["shapes"], card["latency"]["step"],
-             card["target"]["hash"], card["draft"]["hash"], card["target"]["hidden_size"], card["draft"]["hidden_size"])
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / FILES[0]} is damaged ({error!r}); run `diversed select` again") from None
-    if found != FORMAT or not sound:
+        fault = "" if found != FORMAT else _fault(card)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found, fault = FORMAT, repr(error)
+    if fault:
+        raise ValueError(f"{folder / FILES[0]} is damaged ({fault}); run `diversed select` again")
+    if found != FORMAT:
         raise ValueError(f"{folder / FILES[0]} has format {found!r}, this version reads {FORMAT}; train it again")
     return card
+
+
+def _fault(card: dict[str, Any]) -> str:
+    """What no selector's card says, empty where it is sound."""
+    models, latency = [card["target"], card["draft"]], card["latency"]
+    sizes = [model["hidden_size"] for model in models if isinstance(model["hash"], str)]
+    if len(sizes) < 2 or any(type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes):
+        return "a model has no hash or hidden size"
+    if not card["shapes"] or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]:
+        return "its shapes are none"
+    if not card["bases"] or any(
+        math.isnan(b["temperature"] + b["top_p"]) or b["shape"] not in card["shapes"] for b in card["bases"]
+    ):
+        return "a base is none of its shapes"
+    times = latency["draft"] + latency["target"]
+    if (
+        type(latency["step"]) is not int
+        or latency["step"] < 1
+        or not latency["draft"]
+        or len(times) != 2 * len(latency["draft"])
+    ):
+        return "its latencies do not belong together"
+    return "" if all(0 <= value < math.inf for value in times) else "a latency is no time"
 
 
 def make_selector(

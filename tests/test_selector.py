@@ -147,6 +147,8 @@ def test_a_shape_is_read_and_written(text, shape):
         ("traversal", "3by4", "a shape is written PATHSxLENGTH\\+TRUNK"),
         ("traversal", "0x4", "a shape is written"),
         ("traversal", "2x0", "a shape is written"),
+        ("traversal", "99999999", "a shape is written"),
+        ("traversal", "9x999", "more than 512 nodes"),
         ("traversal", "entropy:low,2,3", "written entropy:NATS,SHAPE,SHAPE"),
         ("traversal", "entropy:1.0,2", "written entropy:NATS,SHAPE,SHAPE"),
         ("block", "2x3", "verifies one chain"),
@@ -165,7 +167,11 @@ def test_a_name_that_chooses_nothing_is_refused_in_one_sentence(method, branches
         ({"draft": {"name": "x", "hash": "other", "hidden_size": 16}}, "trained for draft other"),
         ({"format": 9}, "has format 9, this version reads 1"),
         ({"latency": {}}, "is damaged .*run `diversed select` again"),
-        ({"shapes": ["1"]}, "holds float32 tensors"),
+        ({"latency": {"step": 64, "draft": [1.0], "target": []}}, "do not belong together"),
+        ({"latency": {"step": 0.5, "draft": [1.0], "target": [1.0]}}, "do not belong together"),
+        ({"bases": [{"temperature": 1.0, "top_p": 1.0, "shape": "9"}]}, "a base is none of its shapes"),
+        ({"shapes": [3]}, "is damaged"),
+        ({"shapes": ["2x1"]}, "holds float32 tensors"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(folder, changes, sentence):
