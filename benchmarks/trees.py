@@ -208,30 +208,22 @@ class _Case:
 
     def decode(self, request: Request, clock, keep: bool) -> None:
         """Decode one text; the prefill and the first step are not counted."""
-        ends, selector, grown = [], self.engine.selector, []
-        choose = selector.choose
-
-        def watched(known):
-            began = clock()
-            found = choose(known)
-            grown.append((found[0], clock() - began))
-            return found
-
-        selector.choose = watched
-        counts: list[int] = []
+        ends, counts, chosen, remembered = [], [], [], []
+        selector = self.engine.selector
+        selector.choose = _watched(selector.choose, chosen, clock)
+        selector.remember = _watched(selector.remember, remembered, clock)
         (done,) = self.engine.run(
             {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
         ).values()
-        del selector.choose
+        del selector.choose, selector.remember
         if len(ends) < 2 or not keep:
             return
         self.tokens.append(sum(counts[1:]))
         self.calls.append(len(ends) - 1)
         self.seconds.append(ends[-1] - ends[0])
         self.context.append(len(request.tokens) + len(done.tokens) / 2)
-        for shape, taken in grown[1:] or [(0, 0.0)] * (len(ends) - 1):
-            self.grown[shape] += 1
-            self.choosing += taken
+        self.grown.update([shape for (shape, _), _ in chosen[1:]] or [0] * (len(ends) - 1))
+        self.choosing += sum(taken for _, taken in chosen[1:] + remembered[1:])
 
     @property
     def rate(self) -> float:
@@ -270,6 +262,18 @@ class _Case:
             share = 100 * self.choosing / sum(self.seconds)
             rows.append({"case": f"{mine}, choosing", "unit": "% of a step", "value": share})
         return rows
+
+
+def _watched(function, kept: list, clock):
+    """The function, whose results and seconds are added to `kept`."""
+
+    def call(*arguments):
+        began = clock()
+        found = function(*arguments)
+        kept.append((found, clock() - began))
+        return found
+
+    return call
 
 
 def _shape(engine: Engine, index: int):
