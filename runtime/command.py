@@ -187,13 +187,14 @@ def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> di
 
     chosen = {name: value for name, value in options.items() if name not in ("prompt", "output", "trust_remote_code")}
     heads = [Path(source) / "head.safetensors" for source in (parse(each).source for each in relaxations) if source]
+    network = Path(str(options["branches"])) / "selector.safetensors"
     return chosen | {
         "input": sha256(options["input"]), "sampling": vars(options["sampling"]),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "target": {"name": pair.target.name, "hash": pair.target.hash},
         "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
         "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()}, "versions": versions(),
-    }  # fmt: skip
+    } | ({"selector": sha256(network)} if network.is_file() else {})  # fmt: skip
 
 
 def statistics(completion: Completion) -> str:

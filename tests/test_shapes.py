@@ -1,6 +1,7 @@
 """Labels of contexts: the block efficiency of every tree shape against enumeration over the same models."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def test_the_mean_over_combs_is_the_exact_efficiency_of_every_method_and_shape(r
             parents = chain(shape.length) if shape.paths == 1 else shape.grow(drafting).parents
             exact = 1 + mean_length(METHODS[name].law, pair, drafting, parents)
             assert value == pytest.approx(exact, abs=5 * shape.depth / 2 / math.sqrt(3000)), (name, str(shape))
+
+
+def gate(tokenizer):
+    """A gate given as code: the draft's share is .4 everywhere."""
+    return lambda draft, target, hidden: torch.full(draft.shape[:-1], 0.4)
+
+
+def test_with_a_gate_the_labels_are_those_of_the_relaxed_rows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gates", sys.modules[__name__])
+    ours, theirs, exact = (
+        gatherer(relaxation=relaxation).run({0: [2, 3, 2], 5: [3, 1]}, seed=2)["efficiency"]
+        for relaxation in ("gates:gate", "ensemble:0.4", "none")
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert ours.shape == exact.shape and ours.sum() > exact.sum()
 
 
 def text_of(made, prompt):
