@@ -1,12 +1,12 @@
 """vLLM's own classes with the plugin in them; run by test_vllm.py in a process of its own."""
 
+import copy
 import json
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.v1.worker.cpu.shm  # noqa: F401  buffers of vLLM that need no pinned memory
 from diversed.export import vllm as plugin
 from diversed.export.command import export
 from diversed.runtime.model import make_pair
@@ -26,13 +26,15 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 # isort: split
-from .support.kernels import quickened
+from .support.kernels import DEVICE, quickened
 from .support.models import module, rows_after, text_law, tokenizer
 from .test_decode import LENGTH, VOCAB, chi_squared
 
 DRAFTED = 2
 PROMPT = [2, 3]
-TEXTS = 300
+TEXTS = 300 if DEVICE == "cpu" else 20_000
+if DEVICE == "cpu":
+    import vllm.v1.worker.cpu.shm  # noqa: F401  buffers that need no pinned memory
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +51,10 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    quickened(monkeypatch)
-    # vLLM has a kernel for top-k that cannot be interpreted, and the same in torch.
-    monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
+    if DEVICE == "cpu":
+        quickened(monkeypatch)
+        # vLLM has a kernel for top-k that cannot be interpreted, and the same in torch.
+        monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +93,13 @@ def arguments(pair, relaxation, drafting=(), **options):
     } | options  # fmt: skip
 
 
-def law(pair, rule, head=None):
+def chosen(relaxation):
+    """The rule, and the gate where there is one, on the CPU."""
+    rule, head, _ = plugin._chosen(relaxation)
+    return rule, copy.deepcopy(head).cpu() if head else None
+
+
+def law(pair, rule, head):
     """[V ** LENGTH] the law of vLLM's texts: the first token comes from the prefill and is the target's own, all
     others of a text not longer than the draft by more than one are relaxed.
     """
@@ -119,8 +128,8 @@ def test_texts_of_the_engine_follow_the_relaxed_law(pair, bundle, method):
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True) for seed in range(TEXTS)]
     made = engine.generate([{"prompt_token_ids": PROMPT}] * TEXTS, params, use_tqdm=False)
     texts = [SimpleNamespace(tokens=list(text.outputs[0].token_ids)) for text in made]
-    relaxed = chi_squared(texts, law(pair, bundle, plugin._chosen(bundle)[1]))
-    exact = chi_squared(texts, law(pair, "none"))
+    relaxed = chi_squared(texts, law(pair, *chosen(bundle)))
+    exact = chi_squared(texts, law(pair, *chosen("none")))
     print(f"{method}: p under the relaxed law {relaxed:.3g}, under the exact one {exact:.3g}")
     assert relaxed > 1e-5 > exact, "the test sees a wrong law"
 
@@ -146,14 +155,14 @@ def relaxation(request, bundle):
 def sampler(pair, relaxation, method):
     """The rejection sampler that the plugin gives vLLM, with vLLM's own sampler and states, for the requests ASKED."""
     config = configured(pair, relaxation, {"rejection_sample_method": method})
-    states = RequestState(8, 64, 64, DRAFTED, SIZE, torch.device("cpu"))
-    base = Sampler(config, 8, SIZE, torch.device("cpu"), states)
+    states = RequestState(8, 64, 64, DRAFTED, SIZE, torch.device(DEVICE))
+    base = Sampler(config, 8, SIZE, torch.device(DEVICE), states)
     for slot, (asked, _) in enumerate(ASKED):
         base.add_request(7 - slot, SamplingParams(**asked))
     base.apply_staged_writes()
     state = model_states.resolve_model_state_cls(config, torch.nn.Linear(1, 1))
     assert issubclass(state, DefaultModelState)
-    runner = SimpleNamespace(vllm_config=config, device=torch.device("cpu"))
+    runner = SimpleNamespace(vllm_config=config, device=torch.device(DEVICE))
     kept, found = state.custom_sampler(runner, base)
     assert kept is base and isinstance(found, RejectionSampler)
     return found
@@ -174,12 +183,13 @@ def inputs(seed):
             tokens[first[index] + 1 : first[index + 1]] = rows.multinomial(1, generator=generator)[:, 0].int()
     local = torch.cat([torch.arange(count) for count in counts])
     expanded = slots.repeat_interleave(counts)
-    return {
+    given = {
         "logits": logits, "draft_logits": draft, "draft_sampled": tokens, "pos": 10 * (1 + expanded) + local,
         "cu_num_logits": first, "idx_mapping": slots, "idx_mapping_np": slots.numpy(), "expanded_idx_mapping": expanded,
         "expanded_local_pos": local, "seq_lens_upper_bound_np": (60 * torch.ones(len(slots))).int().numpy(),
         "verify_draft_sampled": tokens,
     }  # fmt: skip
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
 
 def texts(answer):
@@ -191,6 +201,7 @@ def texts(answer):
 
 def alone(given, index, relaxation, method):
     """What our loop gives a request: its own chain, rows by `probabilities`, the law of the relaxed tree, one draw."""
+    given = {name: value.cpu() for name, value in given.items() if isinstance(value, torch.Tensor)}
     (asked, drafted), slot = ASKED[index], int(given["idx_mapping"][index])
     first = int(given["cu_num_logits"][index])
     sampling = Sampling(temperature=asked["temperature"], top_k=asked.get("top_k", 0))
@@ -202,7 +213,7 @@ def alone(given, index, relaxation, method):
     tokens = given["draft_sampled"][first : first + drafted + 1].long()[None]
     seen = draft * (target > 0) if sampling.top_k else draft
     seen = seen / seen.sum(-1, keepdim=True).clamp_min(1e-30)
-    rule, head, _ = plugin._chosen(relaxation)
+    rule, head = chosen(relaxation)
     parents = tuple(range(-1, drafted))
     weight = head.weight(seen, target, bias=rule.bias or 0.0) if head else None
     relaxed = relax(DraftTree(tokens, parents, seen, target), rule, weight).target
@@ -243,7 +254,8 @@ def test_tokens_that_are_taken_from_the_target_do_not_come_back_by_the_draft(pai
     for seed in range(10):
         given = inputs(seed)
         forbidden = torch.rand(given["logits"].shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-        given["logits"] = given["logits"].masked_fill(forbidden & (torch.arange(SIZE) > 0), -torch.inf)
+        forbidden = (forbidden & (torch.arange(SIZE) > 0)).to(DEVICE)
+        given["logits"] = given["logits"].masked_fill(forbidden, -torch.inf)
         answer = found._verify(**given)
         for index, text in enumerate(texts(answer)):
             rows = answer[0][given["cu_num_logits"][index] :]
@@ -257,6 +269,15 @@ def test_logits_that_are_not_numbers_cost_their_own_request_alone(pair, monkeypa
     given["logits"][0, 2] = torch.nan
     after = texts(found._verify(**given))
     assert after[1:] == before[1:] and after[0] == [int(given["logits"][0].nan_to_num(-1e9).argmax())]
+
+
+def test_ranks_that_hold_the_same_logits_agree(pair, bundle):
+    """Nothing is drawn from a global generator, whatever state it is in."""
+    found = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        found.append([texts(sampler(pair, bundle, "block")._verify(**inputs(seed))) for seed in range(3)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
