@@ -5,13 +5,12 @@ shape, for an entropy threshold, for the network of `diversed select` and for a 
 constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
 bootstrap intervals over prompts.
 
-From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as measured, and what latencies
-predict for the very steps that were taken, whose error is printed beside them.
+From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies predict them for the
+very steps that were taken, and as measured, where the latencies are this machine's.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +60,7 @@ def run(
 
     Args:
         selectors: folder that `diversed select` wrote.
-        latencies: what it was given: a file of `diversed bench latency --json`, or gpu, which no decoding can be
-            compared with: give --prompts 0.
+        latencies: what it was given: a file of `diversed bench latency --json`, or gpu for an assumed pair.
         labels: folder of its labels, by default SELECTORS/labels.
         target: folder, hub name or .gguf file of the model being served.
         draft: folder, hub name or .gguf file of the cheap model.
@@ -78,8 +76,6 @@ def run(
         seed: of test prompts and texts.
         threads: CPU threads.
     """
-    if latencies == GPU and prompts:
-        raise ValueError("`latencies` gpu is an assumed pair, whose steps cannot be measured; give --prompts 0")
     torch.set_num_threads(threads)
     costs = simulated() if latencies == GPU else read_latencies(latencies)
     folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
@@ -108,7 +104,7 @@ def run(
         for case in cases:
             case.decode(request, clock, keep=number > 0)
     for case in cases:
-        rows += case.rows(costs, cases)
+        rows += case.rows(cases, costs, measured=latencies != GPU)
     return rows
 
 
@@ -123,15 +119,12 @@ def entropy_choice(known: Contexts, temperature: float) -> Tensor:
     """
     here = (known.temperature == temperature) & ~known.held
     entropy = known.scalars[:, SCALARS.index("root_entropy")].double()
-    best, choice = -1.0, known.base
+    least, choice = float("inf"), known.base
     for threshold in torch.quantile(entropy[here], QUANTILES):
         low, high = here & (entropy <= threshold), here & (entropy > threshold)
-        gained = known.efficiency[low].sum(0)[:, None] + known.efficiency[high].sum(0)
-        rates = gained / (known.seconds[low].sum(0)[:, None] + known.seconds[high].sum(0))
-        if float(rates.max()) > best:
-            best = float(rates.max())
-            first, second = divmod(int(rates.argmax()), len(known.shapes))
-            choice = torch.where(entropy <= threshold, first, second)
+        (below, first), (above, second) = (known.cost[part].sum(0).min(0) for part in (low, high))
+        if below + above < least:
+            least, choice = below + above, torch.where(entropy <= threshold, first, second)
     return choice
 
 
@@ -145,7 +138,7 @@ def _predicted(method: str, known: Contexts, learned: Tensor, seed: int) -> list
             shape: known.base,
             "entropy": entropy_choice(known, temperature),
             "selector": learned,
-            "ideal": (known.efficiency / known.seconds).argmax(1),
+            "ideal": known.cost.argmin(1),
         }
         rates, per_call = _resampled(known, choices, here, seed)
         for name, values in rates.items():
@@ -179,9 +172,9 @@ def _resampled(known: Contexts, choices: dict[str, Tensor], here: Tensor, seed: 
     rates, per_call = {}, {}
     for name, choice in choices.items():
         at = choice[here].unsqueeze(1)
-        tokens = sums(known.efficiency[here].gather(1, at)[:, 0])
-        rates[name] = tokens / sums(known.seconds[here].gather(1, at)[:, 0])
-        per_call[name] = tokens / sums(torch.ones(len(at)))
+        tokens = sums(torch.ones(len(at)))
+        rates[name] = tokens / sums(known.cost[here].gather(1, at)[:, 0])
+        per_call[name] = tokens / sums(1 / known.efficiency[here].gather(1, at)[:, 0])
     return rates, per_call
 
 
@@ -191,8 +184,8 @@ def _quantile(values: Tensor, share: float) -> float:
 
 @dataclass
 class _Case:
-    """One way of decoding; tokens, calls and seconds of every text, its mean context, and how often each shape was
-    grown. The first text is for what is computed once a process.
+    """One way of decoding; of every text tokens, calls, seconds, mean context and how often each shape was grown. The
+    first text is for what is computed once a process.
     """
 
     method: str
@@ -203,7 +196,7 @@ class _Case:
     calls: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     context: list[float] = field(default_factory=list)
-    grown: Counter = field(default_factory=Counter)
+    grown: list[Counter] = field(default_factory=list)
     choosing: float = 0.0
 
     def decode(self, request: Request, clock, keep: bool) -> None:
@@ -222,46 +215,49 @@ class _Case:
         self.calls.append(len(ends) - 1)
         self.seconds.append(ends[-1] - ends[0])
         self.context.append(len(request.tokens) + len(done.tokens) / 2)
-        self.grown.update([shape for (shape, _), _ in chosen[1:]] or [0] * (len(ends) - 1))
+        self.grown.append(Counter([shape for (shape, _), _ in chosen[1:]] or [0] * (len(ends) - 1)))
         self.choosing += sum(taken for _, taken in chosen[1:] + remembered[1:])
 
-    @property
-    def rate(self) -> float:
-        return sum(self.tokens) / sum(self.seconds)
+    def predicted(self, costs: Latencies) -> list[float]:
+        """Seconds of every text if its steps took what latencies say of their shapes at its mean context."""
+        return [
+            sum(count * costs.step(self.method, _shape(self.engine, index), np.array([context]))[0] / 1e3
+                for index, count in grown.items())
+            for grown, context in zip(self.grown, self.context, strict=True)
+        ]  # fmt: skip
 
-    def predicted(self, costs: Latencies) -> float:
-        """Tokens per second if every step took what latencies say of its shape at the mean context."""
-        context = np.array([statistics.mean(self.context)])
-        total = sum(self.grown.values())
-        step = sum(
-            count / total * costs.step(self.method, _shape(self.engine, index), context)[0]
-            for index, count in self.grown.items()
-        )
-        return sum(self.tokens) / sum(self.calls) / step * 1e3
-
-    def rows(self, costs: Latencies, cases: list[_Case]) -> list[dict]:
+    def rows(self, cases: list[_Case], costs: Latencies, measured: bool) -> list[dict]:
         """Tokens per call and per second, against the constant shape; a selector's share of a step."""
-        mine = f"T={self.temperature:g} {self.method} {self.name}"
+        case = f"T={self.temperature:g} {self.method} {self.name}"
         rival = next(c for c in cases if (c.method, c.temperature) == (self.method, self.temperature))
-        per_call = ratio_of_sums(self.tokens, self.calls, RESAMPLES)
-        rate = ratio_of_sums(self.tokens, self.seconds, RESAMPLES)
         predicted = self.predicted(costs)
-        versus = {} if rival is self else {"vs": {rival.name: self.rate / rival.rate}}
-        keys = ("value", "low", "high")
-        rows = [
-            {"case": mine, "unit": "tokens/call", **dict(zip(keys, per_call, strict=True))},
-            {"case": mine, "unit": "tokens/s", **dict(zip(keys, rate, strict=True)), **versus},
-            {
-                "case": f"{mine}, predicted",
-                "unit": "tokens/s",
-                "value": predicted,
-                "vs": {"measured": predicted / rate[0]},
-            },
-        ]
-        if self.name == "selector":
+        rows = [{"case": case, "unit": "tokens/call", **_interval(self.tokens, self.calls)}]
+        row = {"case": f"{case}, predicted", "unit": "tokens/s", **_interval(self.tokens, predicted)}
+        rows.append(row | _versus(self.tokens, predicted, rival, rival.predicted(costs)))
+        if measured:
+            rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": sum(self.seconds) / sum(predicted)}
+            row = {"case": case, "unit": "tokens/s", **_interval(self.tokens, self.seconds)}
+            rows.append(row | _versus(self.tokens, self.seconds, rival, rival.seconds))
+        if self.name == "selector" and measured:
             share = 100 * self.choosing / sum(self.seconds)
-            rows.append({"case": f"{mine}, choosing", "unit": "% of a step", "value": share})
+            rows.append({"case": f"{case}, choosing", "unit": "% of a step", "value": share})
         return rows
+
+
+def _interval(tokens: list[int], spent: list[float]) -> dict[str, float]:
+    return dict(zip(("value", "low", "high"), ratio_of_sums(tokens, spent, RESAMPLES), strict=True))
+
+
+def _versus(tokens: list[int], seconds: list[float], rival: _Case, its: list[float]) -> dict:
+    """The ratio of two rates with its 95 % interval, over the same texts' prompts; nothing for the rival itself."""
+    if tokens is rival.tokens:
+        return {}
+    drawn = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
+    sums = [torch.tensor(column, dtype=torch.float64)[drawn].sum(1) for column in (tokens, seconds, rival.tokens, its)]
+    ratios = sums[0] / sums[1] * sums[3] / sums[2]
+    value = sum(tokens) / sum(seconds) * sum(its) / sum(rival.tokens)
+    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return {"vs": {rival.name: value}, "vs_low": low, "vs_high": high}
 
 
 def _watched(function, kept: list, clock):

@@ -8,8 +8,9 @@ With pi the network's probabilities of the shapes a at a context, BE their block
     rate = sum of pi(a) BE(a) / sum of pi(a) time(a),      gain = rate / rate of the base shape,
     loss = - mean log(gain) + risk * mean over the worst tenth of max(1 - gain, 0)^2.
 
-The base shape is the best constant one on the training contexts of the same temperature. What is reported is the sum of
-BE over the sum of time on the contexts of held-out prompts, where the network takes its most likely shape.
+The base shape is the best constant one on the training contexts of its temperature. What is reported is tokens over
+the sum of time/BE on the contexts of held-out prompts, where the network takes its most likely shape: contexts lie
+evenly along texts, and a step begins at about one in BE of their tokens, so that is what whole texts take.
 """
 
 from __future__ import annotations
@@ -171,10 +172,14 @@ class Contexts:
     base: Tensor
     manifest: dict
 
+    @property
+    def cost(self) -> Tensor:
+        """[S, A] seconds a token."""
+        return (self.seconds / self.efficiency).double()
+
     def rate(self, choice: Tensor, chosen: Tensor) -> float:
-        """Tokens per second on the contexts `chosen` [S] bool where `choice` [S] names the shapes."""
-        at = choice[chosen].unsqueeze(1)
-        return float(self.efficiency[chosen].gather(1, at).sum() / self.seconds[chosen].gather(1, at).sum())
+        """Tokens per second of texts through the contexts `chosen` [S] bool where `choice` [S] names the shapes."""
+        return 1 / float(self.cost[chosen].gather(1, choice[chosen].unsqueeze(1)).mean())
 
 
 def contexts(
@@ -199,7 +204,7 @@ def contexts(
     temperature, base = torch.tensor(temperatures, dtype=torch.float64), torch.zeros(len(held), dtype=torch.long)
     for value in temperature.unique():
         here = (temperature == value) & ~held
-        base[temperature == value] = (efficiency[here].sum(0) / seconds[here].sum(0)).argmax()
+        base[temperature == value] = (seconds[here] / efficiency[here]).double().sum(0).argmin()
     hidden = [labels[name].float() for name in ("target_before", "draft_before", "draft_root")]
     scalars = torch.cat([labels["scalars"], torch.cat(facts)], 1)
     return Contexts(
@@ -303,7 +308,7 @@ def figures(known: Contexts, choice: Tensor) -> list[dict]:
     """For every temperature tokens per second on held-out prompts: of the base shape, of the choice, and of the best
     shape at each context, which knows the labels and is therefore above what any choice could reach.
     """
-    ideal, rows = (known.efficiency / known.seconds).argmax(1), []
+    ideal, rows = known.cost.argmin(1), []
     for value in known.temperature.unique():
         here = known.held & (known.temperature == value)
         rates = {name: known.rate(one, here) for name, one in
