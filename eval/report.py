@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .facts import RESULTS, remember
 from .figure import frontier
-from .speed import SETTINGS, summarise
+from .speed import SETTINGS, read_results, summarise
 
 FIGURE = "frontier.png"
 
@@ -22,15 +22,30 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
     """Print the table, draw the figure and write down the command of a folder of results; returns the rows."""
     folder = Path(folder)
     remember(folder)
-    rows = summarise(folder / RESULTS)
+    records = read_results(folder / RESULTS)
+    rows = summarise(records)
     settings = json.loads((folder / SETTINGS).read_text())
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=200)
     pictures = [str(frontier(group, folder / name)) for name, group in figures(rows).items()]
     print_table(rows, settings, console)
+    if note := empty_texts(records):
+        console.print(note, highlight=False, soft_wrap=True)
     console.print("\n".join(["", str(folder / RESULTS), *pictures]), highlight=False, soft_wrap=True)
     return rows
+
+
+def empty_texts(records: list[dict[str, Any]]) -> str | None:
+    """A sentence where exact decoding often writes nothing, which is a matter of the prompt and of no relaxation."""
+    texts = [record.get("text") for record in records if record["relaxation"] == "none"]
+    empty = sum(text is not None and not text.strip() for text in texts)
+    if empty <= len(texts) / 10:
+        return None
+    return (
+        f"note: {empty} of {len(texts)} texts of exact decoding are empty; a chat model may need --data.chat, other "
+        "models another --data.template"
+    )
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diversed.eval.command import evaluate
 from diversed.eval.figure import describe, frontier
+from diversed.eval.report import empty_texts
 from diversed.eval.speed import read_results, score_positions, summarise
 from diversed.eval.sweep import cell_of
 from diversed.runtime.model import load_pair
@@ -411,6 +412,14 @@ def test_the_figure_is_drawn_with_every_kind_of_point(tmp_path, ending):
     assert out.stat().st_size > 10_000
     with pytest.raises(ValueError, match="no result to draw"):
         frontier([], out)
+
+
+def test_texts_that_are_empty_under_exact_decoding_are_told():
+    """Nine of ten with words are usual, eight are not; what a relaxation leaves empty is no matter of the prompt."""
+    full = [{"relaxation": "none", "text": "words"}] * 9 + [{"relaxation": "ensemble:0.5", "text": ""}] * 9
+    empty = {"relaxation": "none", "text": " \n"}
+    assert empty_texts([*full, empty]) is None and empty_texts([]) is None
+    assert empty_texts([*full, empty, empty]).startswith("note: 2 of 11 texts of exact decoding are empty;")
 
 
 def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
