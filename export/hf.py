@@ -34,6 +34,8 @@ HONOURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k",
 HONOURED += ("pad_token_id", "stop_strings", "num_return_sequences", "num_assistant_tokens", "return_dict_in_generate")
 # Nothing in the loop reads these, with or without custom_generate.
 NEUTRAL = ("bos_token_id", "transformers_version", "_from_model_config", "disable_compile")
+# transformers gives the loop what says where the repository is to be had, too.
+PLACE = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 GENERATE = '''"""Speculative decoding with the learned verifier in gate.py; needs `pip install diversed`."""
 
@@ -122,8 +124,8 @@ def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     config.update(**model.generation_config.to_dict(), defaults_only=True)
     rest = config.update(**{name: value for name, value in options.items() if value is not None})
     # An empty list of processors and a switch that is off ask for nothing.
-    empty = (name for name, value in rest.items() if isinstance(value, list | bool) and not value)
-    return config, {name: value for name, value in rest.items() if name not in set(empty)}
+    empty = {name for name, value in rest.items() if isinstance(value, list | bool) and not value}
+    return config, {name: value for name, value in rest.items() if name not in empty.union(PLACE)}
 
 
 def _refuse(model, assistant_model, config, rest: dict[str, Any]) -> None:

@@ -249,7 +249,7 @@ def test_a_repository_is_a_bundle_moves_and_refuses_other_models(tmp_path):
     assert "custom_generate=" in readme and "\n- custom_generate\n" in readme
     assert (folder / "custom_generate" / "requirements.txt").read_text().startswith("diversed>=")
     moved = folder.rename(tmp_path / "moved")
-    assert generate(pair, moved, input_ids=torch.tensor([[2]])).shape[0] == 1
+    assert generate(pair, moved, input_ids=torch.tensor([[2]]), revision="main").shape[0] == 1
     with pytest.raises(ValueError, match="does not fit these models: it was trained for the target"):
         generate(other, moved, input_ids=torch.tensor([[2]]))
     with pytest.raises(ValueError, match="`assistant_model` is missing"):
