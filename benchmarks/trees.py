@@ -83,7 +83,7 @@ def run(
     for method in methods:
         settings = read_selector_card(Path(selectors) / method)["settings"]
         known = contexts(folders, method, costs, settings["validation"], settings["seed"])
-        module = SelectorModule(known, 0.0, 0.0)
+        module = SelectorModule(known, 0.0, 0.0, settings["width"])
         module.network.load_state_dict(load_file(Path(selectors) / method / "selector.safetensors"))
         rows += _predicted(method, known, module.choice(), seed)
         for temperature in temperatures:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear
 
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
@@ -161,31 +161,37 @@ def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
 
     target, draft: [B, V] rows at the token before the root; root: [B, V] the draft's row at the root.
     """
-    rows = torch.stack([target, draft, root])
-    logs = rows.clamp_min(1e-9).log_()
-    entropy = (rows * logs).sum(-1).neg_()
-    crossed = (rows[:2] * logs[:2].flip(0)).sum(-1)  # sum of target log draft, of draft log target
-    kl, reverse = -entropy[1] - crossed[1], -entropy[0] - crossed[0]
-    return torch.stack([*entropy, kl, reverse, (target - draft).abs().sum(-1)], -1)
+    rows = torch.stack([target, draft, root], 1)
+    products = torch.bmm(rows, rows.clamp_min(1e-9).log_().transpose(1, 2)).flatten(1)  # sums of row i times log row j
+    return torch.cat([products @ _SUMS.to(rows), (target - draft).abs().sum(-1, keepdim=True)], 1)
+
+
+# [9, 5] from those sums to three entropies and two divergences
+_SUMS = torch.zeros(9, 5)
+_SUMS[[0, 4, 8], [0, 1, 2]] = -1.0
+_SUMS[[4, 3], 3] = torch.tensor([1.0, -1.0])
+_SUMS[[0, 1], 4] = torch.tensor([1.0, -1.0])
 
 
 class ShapeNetwork(nn.Module):
     """The network of the paper: three hidden states and some scalars -> one logit a shape.
 
-    Hidden states go through a linear map to 128 and LayerNorm each, scalars are standardised; then 512, 32 and the
-    shapes, with GELU and dropout between. It starts at the shape `base`, whatever it sees.
+    Hidden states go through a linear map to 128 and LayerNorm each, scalars are standardised; then `width` (the paper's
+    is 512), 32 and the shapes, with GELU and dropout between. It starts at the shape `base`, whatever it sees.
     """
 
-    def __init__(self, target_hidden: int, draft_hidden: int, shapes: int, base: int = 0, dropout: float = 0.1):
+    def __init__(
+        self, target_hidden: int, draft_hidden: int, shapes: int, width: int = 512, base: int = 0, dropout: float = 0.1
+    ):
         super().__init__()
         sizes = (target_hidden, draft_hidden, draft_hidden)
         self.sides = nn.ModuleList(nn.Linear(size, SIDE) for size in sizes)
         self.norms = nn.ModuleList(nn.LayerNorm(SIDE) for _ in sizes)
         self.register_buffer("mean", torch.zeros(len(SCALARS)))
         self.register_buffer("std", torch.ones(len(SCALARS)))
-        inner = nn.Linear(3 * SIDE + len(SCALARS), 512), nn.Linear(512, 32), nn.Linear(32, shapes)
+        inner = nn.Linear(3 * SIDE + len(SCALARS), width), nn.Linear(width, 32), nn.Linear(32, shapes)
         self.net = nn.Sequential(
-            inner[0], nn.GELU(), nn.Dropout(dropout), inner[1], nn.GELU(), nn.Dropout(dropout), inner[2]
+            inner[0], nn.GELU("tanh"), nn.Dropout(dropout), inner[1], nn.GELU("tanh"), nn.Dropout(dropout), inner[2]
         )
         nn.init.zeros_(inner[2].weight)
         nn.init.zeros_(inner[2].bias)
@@ -202,26 +208,40 @@ class ShapeNetwork(nn.Module):
         parts = [norm(side(x)) for side, norm, x in zip(self.sides, self.norms, hidden, strict=True)]
         return self.net(torch.cat([*parts, (scalars - self.mean) / self.std], -1))
 
-    @torch.no_grad()
-    def folded(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The same function of (hidden states side by side [B, H], scalars [B, 11]) in half as many operations.
+    def folded(self) -> Callable[[np.ndarray], np.ndarray]:
+        """The same function of all inputs side by side [B, H + 11], in numpy: a third of the time of torch on a CPU.
 
         LayerNorm's mean is taken out of the weights before it, its scale and the standardising go into those after it.
         """
-        weight = torch.block_diag(*(side.weight - side.weight.mean(0) for side in self.sides))
-        bias = torch.cat([side.bias - side.bias.mean() for side in self.sides])
-        first, second, last = self.net[0], self.net[3], self.net[6]
-        scale, shift = torch.cat([n.weight for n in self.norms]), torch.cat([n.bias for n in self.norms])
-        after = torch.cat([first.weight[:, : 3 * SIDE] * scale, first.weight[:, 3 * SIDE :] / self.std], 1)
-        offset = first.bias + linear(torch.cat([shift, -self.mean / self.std]), first.weight)
+        arrays = {name: tensor.detach().cpu().double().numpy() for name, tensor in self.state_dict().items()}
+        names = [f"sides.{side}" for side in range(3)]
+        ends = np.cumsum([arrays[f"{name}.weight"].shape[1] for name in names])
+        sides = [_layer(arrays, name) for name in names]
+        sides = [(weight - weight.mean(1, keepdims=True), bias - bias.mean()) for weight, bias in sides]
+        norms = [np.concatenate([arrays[f"norms.{side}.{part}"] for side in range(3)]) for part in ("weight", "bias")]
+        (first, offset), *rest = (_layer(arrays, f"net.{layer}") for layer in (0, 3, 6))
+        shift = np.concatenate([norms[1], -arrays["mean"] / arrays["std"]])
+        offset = offset + shift @ first
+        first = first * np.concatenate([norms[0], 1 / arrays["std"]])[:, None]
+        epsilon = self.norms[0].eps
+        single = [[part.astype(np.float32) for part in layer] for layer in (*sides, (first, offset), *rest)]
 
-        def logits(hidden: Tensor, scalars: Tensor) -> Tensor:
-            sides = linear(hidden, weight, bias).view(-1, 3, SIDE)
-            sides = sides * torch.rsqrt(sides.square().mean(-1, keepdim=True) + self.norms[0].eps)
-            x = gelu(linear(torch.cat([sides.flatten(1), scalars], 1), after, offset))
-            return linear(gelu(linear(x, second.weight, second.bias)), last.weight, last.bias)
+        def logits(inputs: np.ndarray) -> np.ndarray:
+            *parts, scalars = np.split(inputs, ends, 1)
+            seen = [x @ weight + bias for x, (weight, bias) in zip(parts, single, strict=False)]
+            seen = [x / np.sqrt((x * x).mean(1, keepdims=True) + epsilon) for x in seen]
+            x = np.concatenate([*seen, scalars], 1)
+            for weight, bias in single[3:5]:
+                x = x @ weight + bias
+                x = 0.5 * x * (1 + np.tanh(0.7978845608 * x * (1 + 0.044715 * x * x)))
+            return x @ single[5][0] + single[5][1]
 
         return logits
+
+
+def _layer(arrays: dict[str, np.ndarray], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Weight [in, out] and bias of a linear layer."""
+    return arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]
 
 
 class LearnedSelector(Selector):
@@ -242,7 +262,8 @@ class LearnedSelector(Selector):
         return tuple(torch.zeros(size, width, device=device) for width in (pair.vocab, pair.target.hidden_size, 1))
 
     def remember(self, tree, hidden, path, accepted) -> tuple[Tensor, ...]:
-        at = torch.arange(len(path), device=path.device), path[:, -1]
+        batch = torch.arange(len(path), device=path.device)
+        at = (slice(None), int(path[0, -1])) if len(path) == 1 else (batch, path[:, -1])
         return tree.target[at], hidden[at], torch.ones_like(path[:, :1], dtype=torch.float32)
 
     def choose(self, known: Known) -> tuple[int, Tensor | None]:
@@ -252,10 +273,11 @@ class LearnedSelector(Selector):
             return self.base, None
         facts = [self.facts[min(length // self.step, len(self.facts) - 1)] for length in known.lengths]
         scalars = row_scalars(target, known.rows[:, 0], known.rows[:, 1])
-        scalars = torch.cat([scalars, torch.tensor(facts, device=scalars.device)], 1)
-        logits = self.logits(torch.cat([hidden, *known.hidden.unbind(1)], 1).float(), scalars)
+        inputs = torch.cat([hidden, known.hidden.float().flatten(1), scalars], 1).cpu().numpy()
+        logits = self.logits(np.concatenate([inputs, np.array(facts, np.float32)], 1))
         if len(logits) > 1:
-            logits = logits[voters].softmax(-1).mean(0)
+            shares = np.exp(logits[voters] - logits[voters].max(1, keepdims=True))
+            logits = (shares / shares.sum(1, keepdims=True)).mean(0)
         return int(logits.argmax()), None
 
 
@@ -277,7 +299,7 @@ def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampli
             )
     from ..export.bundle import read_tensors
 
-    sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"])
+    sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"]), card["width"]
     with torch.device("meta"):
         network = ShapeNetwork(*sizes)
     wanted = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -312,8 +334,8 @@ def read_selector_card(folder: Path) -> dict[str, Any]:
 def _fault(card: dict[str, Any]) -> str:
     """What no selector's card says, empty where it is sound."""
     models, latency = [card["target"], card["draft"]], card["latency"]
-    sizes = [model["hidden_size"] for model in models if isinstance(model["hash"], str)]
-    if len(sizes) < 2 or any(type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes):
+    sizes = [card["width"], *(model["hidden_size"] for model in models if isinstance(model["hash"], str))]
+    if len(sizes) < 3 or any(type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes):
         return "a model has no hash or hidden size"
     if not card["shapes"] or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]:
         return "its shapes are none"

@@ -41,7 +41,7 @@ def test_the_objective_is_the_mean_log_gain_and_the_worst_tenth():
 
 def test_the_gain_is_expected_tokens_over_expected_time_over_the_base_shapes():
     known = told()
-    module = SelectorModule(known, 1e-3, 1.0).eval()
+    module = SelectorModule(known, 1e-3, 1.0, 64).eval()
     index = torch.arange(10)
     share = module.logits(index).softmax(-1)
     for row in range(10):
@@ -52,12 +52,12 @@ def test_the_gain_is_expected_tokens_over_expected_time_over_the_base_shapes():
 
 def test_a_network_that_was_not_trained_grows_the_base_shape_everywhere():
     known = told()
-    assert (SelectorModule(known, 1e-3, 1.0).choice() == known.base).all()
+    assert (SelectorModule(known, 1e-3, 1.0, 64).choice() == known.base).all()
 
 
 def test_training_tells_contexts_apart_that_differ():
     known = told()
-    module = SelectorModule(known, 3e-3, 1.0)
+    module = SelectorModule(known, 3e-3, 1.0, 64)
     (before,) = figures(known, known.base)
     assert before["base"] == before["selector"] < 0.9 * before["ideal"]
     optimizer, index = module.configure_optimizers(), (~known.held).nonzero().squeeze(1)
@@ -77,7 +77,7 @@ def selected(tmp_path_factory):
     out = tmp_path_factory.mktemp("select") / "out"
     options = {
         "latencies": "gpu", "prompts": 8, "methods": ["block", "traversal"], "shapes": ["1", "3", "2x2+1"],
-        "temperatures": [1.0, 0.5], "every": 6, "trees": 1, "max_new_tokens": 14, "unit": 8, "epochs": 3,
+        "temperatures": [1.0, 0.5], "every": 6, "trees": 1, "max_new_tokens": 14, "unit": 8, "epochs": 3, "width": 24,
     }  # fmt: skip
     select(out=str(out), **options)
     return out, options

@@ -39,6 +39,7 @@ from ..runtime.model import load_pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 from ..runtime.selector import FILES, FORMAT, Shape, ShapeNetwork, facts_of, parse_shape
+from ..verifier.head import LARGEST_SIZE
 from ..verifier.methods import METHODS
 from .command import quiet
 
@@ -87,6 +88,7 @@ def select(
     batch: int = 256,
     lr: float = 1e-3,
     risk: float = 1.0,
+    width: int = 512,
     validation: float = 0.25,
     dtype: str = "auto",
     device: str = "cpu",
@@ -118,6 +120,7 @@ def select(
         batch: contexts a step.
         lr: learning rate of AdamW.
         risk: weight of the term for contexts where the choice is slower than the base shape.
+        width: of the network's widest layer; the paper's 512 costs most of what choosing costs, on a CPU use 64.
         validation: share of the prompts that is held out.
         dtype: auto, float32, bfloat16 or float16.
         device: where both run.
@@ -127,6 +130,7 @@ def select(
     """
     within(2, prompts=prompts)
     within(1, every=every, trees=trees, unit=unit, epochs=epochs, batch=batch, max_new_tokens=max_new_tokens)
+    within(1, LARGEST_SIZE, width=width)
     within(1, MOST_THREADS, threads=threads)
     if not 0 < validation < 1:
         raise ValueError(f"`validation` must be in (0, 1), the share of prompts held out, got {validation}")
@@ -148,7 +152,7 @@ def select(
             folder = Path(labels or f"{out}/labels") / f"T={temperature:g}"
             folders.append(gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed))
         settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
-                    "lr": lr, "risk": risk, "validation": validation, "seed": seed}  # fmt: skip
+                    "lr": lr, "risk": risk, "width": width, "validation": validation, "seed": seed}  # fmt: skip
         for method in methods:
             print(line(method, train_selector(Path(out) / method, method, folders, costs, settings)), flush=True)
 
@@ -226,12 +230,12 @@ class SelectorModule(LightningModule):
     Batches are indices of contexts.
     """
 
-    def __init__(self, known: Contexts, lr: float, risk: float):
+    def __init__(self, known: Contexts, lr: float, risk: float, width: int):
         super().__init__()
         self.known, self.lr, self.risk = known, lr, risk
         sizes = known.hidden[0].shape[1], known.hidden[1].shape[1]
         common = int(known.base[~known.held].mode().values)
-        self.network = ShapeNetwork(*sizes, len(known.shapes), common)
+        self.network = ShapeNetwork(*sizes, len(known.shapes), width, common)
         self.network.standardise(known.scalars[~known.held])
         self.best: tuple[float, int, dict] = (-math.inf, 0, {})
 
@@ -287,7 +291,7 @@ def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies
         raise ValueError("`prompts` must leave texts to train on and texts held out; label more, or longer texts")
     with quiet():
         seed_everything(settings["seed"], verbose=False)
-        module = SelectorModule(known, settings["lr"], settings["risk"])
+        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"])
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
         Trainer(
@@ -323,7 +327,7 @@ def _card(method: str, known: Contexts, costs: Latencies, settings: dict, epoch:
     manifest = known.manifest
     return {
         "format": FORMAT, "method": method, "drafting": METHODS[method].drafting,
-        "shapes": [str(shape) for shape in known.shapes],
+        "shapes": [str(shape) for shape in known.shapes], "width": settings["width"],
         "bases": [{"temperature": row["temperature"], "top_p": 1.0, "shape": row["base_shape"]} for row in rows],
         "latency": {"step": FACTS_STEP, **{role: costs.call(role, 1, middle).tolist() for role in ("draft", "target")}},
         "target": manifest["target"], "draft": manifest["draft"], "relaxation": manifest["relaxation"],
