@@ -55,7 +55,7 @@ def test_a_network_that_chooses_the_tree_keeps_the_law(folder, method):
 
     class Spy(LearnedSelector):
         def choose(self, known):
-            """By the first request alone, as the mean of 100 hardly changes, and turned by a digit of a hidden state."""
+            """By the first request alone: the mean of 100 hardly changes; turned by a digit of a hidden state."""
             alone = replace(known, active=[True] + [False] * (len(known.active) - 1))
             digit = int(1e4 * abs(float(known.before[1][0, 0])))
             chosen.append((choose(self, alone)[0] + digit) % len(SHAPES))
