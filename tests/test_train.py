@@ -388,6 +388,28 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(traces, tmp_path):
     (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
     with pytest.raises(ValueError, match=r"last\.ckpt cannot be read .*; delete it to train from the start"):
         train(traces=traces, out=str(tmp_path), **SETTINGS)
+    torch.save({"state_dict": {}, "loops": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read \(it has no optimizer_states\)"):
+        train(traces=traces, out=str(tmp_path), **SETTINGS)
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_code_in_a_checkpoint_is_not_run(traces, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    torch.save({"state_dict": {}, "loops": {}, "optimizer_states": [Payload(tmp_path / "ran")]}, out / "last.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read \(it .* holds more than tensors and plain data\)"):
+        train(traces=traces, out=str(out), **SETTINGS)
+    assert not (tmp_path / "ran").exists()
+    torch.load(out / "last.ckpt", weights_only=False)
+    assert (tmp_path / "ran").exists(), "the payload would have run"
 
 
 def test_a_full_disk_is_an_os_error_that_the_command_line_explains(traces, tmp_path, monkeypatch):

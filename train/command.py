@@ -294,12 +294,15 @@ def refuse_other_settings(folder: Path, settings: dict) -> None:
 
 def refuse_damaged(checkpoint: Path) -> None:
     try:
-        torch.load(checkpoint, weights_only=True, map_location="cpu")
+        found = torch.load(checkpoint, weights_only=True, map_location="cpu")
+        if lacking := {"state_dict", "optimizer_states", "loops"} - found.keys():
+            raise ValueError(f"it has no {min(lacking)}")
     except Exception as error:
         # Damage shows as any of a dozen exceptions, from the archive, the pickle inside it or a tensor.
-        raise ValueError(
-            f"{checkpoint} cannot be read ({' '.join(str(error).split())[:100]}); delete it to train from the start"
-        ) from error
+        reason = " ".join(str(error).split())[:100]
+        if type(error).__name__ == "UnpicklingError":
+            reason = "it is no checkpoint, or holds more than tensors and plain data"
+        raise ValueError(f"{checkpoint} cannot be read ({reason}); delete it to train from the start") from error
 
 
 def _refuse_damaged_result(folder: Path) -> None:
