@@ -165,7 +165,7 @@ def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANI
         raise FileNotFoundError(f"{folder} holds no {name}, so it is not a folder of traces; run `diversed gather`")
     try:
         manifest = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is not valid JSON; delete it and run `diversed gather` again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:

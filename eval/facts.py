@@ -179,7 +179,7 @@ def _listed(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it, the commands so far are lost") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path} is damaged (it holds no list of objects); delete it, the commands so far are lost")

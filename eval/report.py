@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..data.files import read_settings
 from .facts import RESULTS, remember
 from .figure import frontier
 from .speed import SETTINGS, read_results, summarise
@@ -24,7 +24,7 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
     remember(folder)
     records = read_results(folder / RESULTS)
     rows = summarise(records)
-    settings = json.loads((folder / SETTINGS).read_text())
+    settings = read_settings(folder / SETTINGS)
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=200)

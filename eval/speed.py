@@ -185,7 +185,7 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
             missing = [field for field in FIELDS if not isinstance(record[field], KINDS.get(field, int | float))]
         except KeyError:
             missing = [field for field in FIELDS if field not in record]
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             record, missing = None, ["everything"]
         if missing:
             what = f"{', '.join(missing)} is missing or no figure"

@@ -148,7 +148,7 @@ def read_card(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{folder / 'card.json'} is larger than {LARGEST_CARD} bytes: this is not a bundle's card")
     try:
         card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'card.json'} is not readable json ({error}); export the bundle again") from None
     version = card.get("format") if isinstance(card, dict) else None
     if version != FORMAT:

@@ -74,11 +74,12 @@ def _read_training(run: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run")
     try:
         training = json.loads((run / "train.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{run / 'train.json'} is not readable json ({error}); train again") from None
     try:
         check_sizes(training["head"], run / "train.json")
         lacking = [key for key in ("target", "draft", *MANIFEST) if key not in training["manifest"]]
+        lacking += [] if isinstance(training.get("settings", {}), dict) else ["settings"]
     except (KeyError, TypeError, AttributeError):
         lacking = ["head", "manifest"]
     if lacking or "traces_sha256" not in training:

@@ -340,7 +340,7 @@ def adapter_base(name: str) -> str | None:
         return None
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} does not say which model it adapts ({error!r}); give a folder that peft wrote"
         ) from None

@@ -172,5 +172,5 @@ def _result(line: Line, completion: Completion, eos: tuple[int, ...]) -> dict[st
 def _id(raw: bytes) -> Any:
     try:
         return json.loads(raw)["id"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -182,6 +182,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     [
         (lambda record: [], "lacks head, manifest"),
         (lambda record: record | {"head": []}, "lacks head, manifest"),
+        (lambda record: record | {"settings": "x"}, "lacks settings"),
         (lambda record: record | {"manifest": {"target": TARGET, "draft": DRAFT}}, "lacks tokenizer, vocab, sampling"),
         (lambda record: record | {"head": record["head"] | {"width": 10**12}}, "states sizes that no gate has"),
         (lambda record: record | {"head": record["head"] | {"features": "all"}}, "features must be one of"),
