@@ -121,7 +121,11 @@ def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
             word = f"{word}=true"
         elif (inner := _item(kind, words[:following])) and not words[0].startswith("["):
             items = words[:following] if inner is str else ",".join(words[:following]).split(",")
-            items = [item if inner is str else get_loader("yaml")(item) for item in items]
+            try:
+                items = [item if inner is str else get_loader("yaml")(item) for item in items]
+            except Exception:  # the loader's errors have no common type
+                given = " ".join(words[:following])
+                raise ValueError(f"`{option.strip('-')}` must be {describe(kind)}, got {given!r}") from None
             word, words = f"{word}={json.dumps(items)}", words[following:]
         elif following == 1 and words[0].startswith("-"):
             # argparse takes a bare -1e-3 for an option
