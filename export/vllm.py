@@ -205,7 +205,21 @@ class Relaxed:
             for part in torch.arange(len(slots), device=logits.device).split(many)
         ]
         sampled, count = (torch.cat(values) for values in zip(*parts, strict=True))
+        # Whether a request without drafts comes here or to vLLM's plain sampler depends on what others do; so that its
+        # seed gives one text, its token is the plain sampler's.
+        plain = self._plain(processed[first[:, 0]], slots, pos[first[:, 0]])
+        sampled[:, 0] = torch.where(tokens[:, 1] < 0, plain, sampled[:, 0])
         return processed, sampled, count
+
+    def _plain(self, logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
+        """[B] what vLLM's sampler draws from logits [B, V] as sampled, at positions [B]."""
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+        states = self.sampler.sampling_states
+        return gumbel_sample(
+            logits, slots, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=False, is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )  # fmt: skip
 
     def _block(self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor, coins: Tensor):
         """(tokens [B, N], how many of them count [B]) of one verification.
