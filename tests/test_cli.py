@@ -398,6 +398,7 @@ def test_every_command_prints_its_configuration(name, capsys):
     needed = {"train": ["--data.traces", "t", "--out", "o"], "decode": ["--prompt", "p"], "eval": ["--out", "o"]}
     needed |= {"export": ["--train", "t", "--out", "o"], "distill": ["--out", "o"]}
     needed["calibrate"] = ["--bundle", "b", "--max_quality_drop", "0.01"]
+    needed["select"] = ["--out", "o", "--latencies", "gpu"]
     with pytest.raises(SystemExit) as stop:
         cli.main([name, *needed.get(name, []), "--print_config"])
     assert stop.value.code == 0 and capsys.readouterr().out.count(": ") > 1
