@@ -223,8 +223,11 @@ def _compare(
     verdict = "better" if corrected_low > 0 and reached else "worse" if corrected_high < 0 else "not shown"
     needed = None
     if verdict == "not shown" and reached and difference:
-        wanted = NormalDist().inv_cdf(1 - LEVEL / 2 / looked) + NormalDist().inv_cdf(POWER)
-        needed = math.ceil(count * (wanted * float(numpy.std(drawn)) / difference) ** 2)
+        # From the side of the interval that reaches 0, which shrinks with the root of the number of prompts. The spread
+        # of all resamples would ask for fewer prompts than there were, where the interval is lopsided.
+        side = difference - corrected_low if difference > 0 else corrected_high - difference
+        more = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(1 - LEVEL / 2 / looked)
+        needed = math.ceil(count * (side * more / difference) ** 2)
     return Statement(
         *point, speed, quality, learned, static, difference, low, high, looked, corrected_low, corrected_high, below,
         verdict, count, needed,

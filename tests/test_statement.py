@@ -1,10 +1,12 @@
 """The statement about a learned point: the static line it is read from, its interval, and how often it errs."""
 
+import math
+
 import numpy
 import pytest
 from diversed.eval.nominal import allowed, rates
 from diversed.eval.statement import compared_with, every_statement, statements, static_speed
-from scipy.stats import binom
+from scipy.stats import binom, norm
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)
 
@@ -46,6 +48,18 @@ def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_sho
     assert "better than static blending of the same quality" in str(calls)
     # a static point's speed 2 (1 + w), a fifth more
     assert calls.learned == pytest.approx(2.8 * 1.2, rel=0.02) and calls.static == pytest.approx(2.8, rel=0.03)
+
+
+def test_where_a_difference_is_not_shown_more_prompts_are_asked_for_than_there_were():
+    """By the root of their number: with 80 % power at least (1 + .84 / 1.96)^2 = 2.04 times as many."""
+    worlds = [world(12, seed, weight=0.4, bonus=0.03) for seed in range(20)]
+    found = [one for records in worlds for one in statements(records, "token", "runs/x/bundle", resamples=200)]
+    open_ones = [one for one in found if one.verdict == "not shown" and one.below <= 0.025]
+    assert len(open_ones) > 10 and all(one.prompts_needed >= 2.04 * 12 for one in open_ones)
+    one = open_ones[0]
+    side = one.difference - one.low if one.difference > 0 else one.high - one.difference
+    shift = math.sqrt(one.prompts_needed / 12) * abs(one.difference) / side * norm.ppf(0.975)
+    assert norm.cdf(shift - norm.ppf(0.975)) == pytest.approx(0.8, abs=0.01)
 
 
 def twins(prompts):
