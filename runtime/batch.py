@@ -239,7 +239,7 @@ class Batch:
         size, rest = len(self.length), self.shape.nodes - sum(level.shape[1] for level, _ in ran)
         missing = torch.zeros(size, rest, self.engine.pair.vocab, device=self.device)
         rows = torch.cat([*(level for level, _ in ran), missing], 1)
-        if not self.engine.hidden:
+        if not (self.engine.gate and self.engine.gate.needs_hidden):
             return rows, None
         missing = torch.zeros(size, rest, self.engine.pair.draft.hidden_size, device=self.device)
         return rows, torch.cat([*(states.float() for _, states in ran), missing], 1)
