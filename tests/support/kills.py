@@ -111,7 +111,10 @@ def kill(child: int, seconds: float) -> None:
 
 def series(name: str, place: Path, kills: int, draw: random.Random) -> dict:
     """Kill one command so many times; what happened. AssertionError where a run fails or ends with other bytes."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  else every fork imports it
+
     words, prepare = SERIES[name]
+    cli.command(words.split()[0])
     place.mkdir(parents=True)
     prepare(place)
     status, duration = end(start(words, place))
@@ -145,10 +148,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=list(SERIES), choices=list(SERIES))
     options = parser.parse_args()
-    for name in options.only:
-        cli.command(name.split()[0])
-    import transformers.models.llama.modeling_llama  # noqa: F401  else every fork imports it
-
     for name in options.only:
         place = options.folder.absolute() / name.partition(" ")[0]
         found = series(name, place, options.kills, random.Random(options.seed))
