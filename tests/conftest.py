@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A deadline would measure the machine, not the law; the same examples on every run keep a failure reproducible.
 settings.register_profile("diversed", deadline=None, derandomize=True)
-settings.load_profile("diversed")
+settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "diversed"))
 
 
 def pytest_collection_modifyitems(items):
