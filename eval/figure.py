@@ -146,9 +146,9 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
     title = title or "What speed costs: quality against tokens per target call"
     figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
     counts = sorted({row["prompts"] for row in rows})
-    seeds = max(row["seeds"] for row in rows)
+    seeds = sorted({row["seeds"] for row in rows})
     sample = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))) + " held-out prompts a point"
-    sample += f", {seeds} seeds" if seeds > 1 else ""
+    sample += f", {' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seeds" if seeds[-1] > 1 else ""
     subtitle = ", ".join(filter(None, (f"task {task}" if task else "", sample)))
     subtitle += "; bars are 95 % bootstrap intervals over prompts"
     figure.text(0.09, 0.888, subtitle, fontsize=10.5, color="#444444")

@@ -90,11 +90,11 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
             _number(row["mean_weight"], 3), _number(row["mean_bias"], 4), _number(row["substitutions"], 2),
         )  # fmt: skip
     console.print(table)
-    texts = sorted({row["requests"] for row in rows})
+    texts, seeds = sorted({row["requests"] for row in rows}), [row["seeds"] for row in rows]
     console.print(
         _NOTES.format(
             metric=first["metric"], texts=" to ".join(f"{count:,}" for count in dict.fromkeys((texts[0], texts[-1]))),
-            seeds=max(row["seeds"] for row in rows), at=_at(rows),
+            seeds=" to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))), at=_at(rows),
             **{**settings, "sampling": _words(settings["sampling"])},
         ),
         highlight=False, markup=False,

@@ -436,3 +436,17 @@ def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
     labels = _draw(Figure().add_subplot(), rows, ["token", "block"])
     expected = ["exact decoding", "learned head", "oracle gate", "static blend, w = 0.5"]
     assert sorted(words for _, _, words, *_ in labels) == expected
+
+
+def test_points_with_one_seed_beside_points_with_two_are_said_to_be_so():
+    from io import StringIO
+
+    from diversed.eval.report import print_table
+    from rich.console import Console
+
+    cells = [("none", 0), ("none", 1), ("ensemble:0.1", 0)]
+    records = [record(name, prompt, 1, "token", seed=seed) for name, seed in cells for prompt in range(2)]
+    settings = dict.fromkeys(("split", "batch", "threads", "device", "dtype"), "x")
+    settings |= {"prompts": 2, "sampling": {}, "target": {"name": "t"}, "draft": {"name": "d"}}
+    print_table(summarise(records), settings, Console(file=(page := StringIO()), width=200))
+    assert "2 to 4 texts a row (2 prompts, 1 to 2 seed(s))" in page.getvalue()
