@@ -24,6 +24,8 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 # Frequencies of these types never depend on the text's length; those of `dynamic` and `longrope` do.
 STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 SWITCH = "DIVERSED_LEAN"
+# Hooks that transformers leaves on a module once it was asked for hidden states; they change nothing.
+CAPTURING = "transformers.utils.output_capturing"
 
 
 def obstacle(module) -> str:
@@ -39,7 +41,8 @@ def obstacle(module) -> str:
         if type(part) not in known and type(part).__module__ != home:
             return f"it contains a {type(part).__name__}: quantised, adapted or changed"
         # An own `forward` is how accelerate hooks a module that it moves between devices.
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks) or "forward" in vars(part):
             return f"a hook on its {type(part).__name__}"
     tensors = list(module.parameters())
     if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1 or not tensors[0].is_floating_point():

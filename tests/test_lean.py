@@ -167,6 +167,13 @@ def test_changed_modules_go_through_transformers(reason):
     assert obstacle(built) == reason and not Model(built, "changed").lean
 
 
+def test_a_module_that_was_asked_for_hidden_states_before_is_computed_here():
+    built = build("llama", {})
+    with torch.no_grad():
+        built(torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert built.model.layers[0]._forward_hooks and obstacle(built) == ""
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
