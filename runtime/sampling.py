@@ -43,11 +43,11 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling = Sampling()) -> Tensor:  # noqa: B008  frozen
-    """Rows [..., V] float32 that sum to 1, from logits [..., V] of any floating dtype.
+    """Rows [..., V] that sum to 1, float64 from logits [..., V] in float64, float32 from any other floating dtype.
 
     A row with a NaN or +inf logit comes out as NaN, so that one look at any of its entries tells.
     """
-    logits = logits.float()
+    logits = logits if logits.dtype is torch.float64 else logits.float()
     if sampling.temperature == 0:
         top, index = logits.max(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, index, 1) + torch.where(top.isfinite(), 0.0, torch.nan)
