@@ -41,7 +41,6 @@ from ..runtime.sampling import Sampling
 from ..runtime.selector import FILES, FORMAT, Shape, ShapeNetwork, facts_of, parse_shape
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.methods import METHODS
-from .command import quiet
 
 WORST = 0.1  # share of a batch in the risk term
 FACTS_STEP = 64  # tokens of context between the latencies that a selector is told
@@ -288,6 +287,8 @@ def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies
     known = contexts(folders, method, costs, settings["validation"], settings["seed"])
     if not known.held.any() or known.held.all():
         raise ValueError("`prompts` must leave texts to train on and texts held out; label more, or longer texts")
+    from .command import quiet  # it brings Lightning's command line, which a benchmark must not need
+
     with quiet():
         seed_everything(settings["seed"], verbose=False)
         module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"])
