@@ -15,14 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..data.shapes import CHAINS
 from ..data.tasks import DataOptions
 from ..runtime.completion import Request
 from ..runtime.decode import Engine
 from ..runtime.model import Model, load_pair
 from ..runtime.sampling import Sampling
 from .efficiency import encoded_prompts
-
-CHAINS = ("token", "block")
 
 
 def run(

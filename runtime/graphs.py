@@ -189,7 +189,6 @@ class StaticStep:
         self.recent = torch.zeros(size, 2, dtype=torch.long, device=self.device)
         self.spent = torch.zeros(size, dtype=torch.float64, device=self.device)
         self.depths, self.paths, self.lanes = (x.to(self.device) for x in (shape.depths, shape.paths, shape.lanes))
-        self.chain = shape.parents == tuple(range(-1, shape.nodes - 1))
         self.constant = engine.relaxation.constant
         self.coins = 3 + int(shape.lanes.max())
         self.kernel = _kernel(engine, kernels)
@@ -326,7 +325,7 @@ class StaticStep:
         cost, share = cost.double().gather(1, path), share.double().gather(1, path)
         verdicts = torch.stack([fault, node, verdict.token], 1)
         self.found.copy_(torch.cat([verdicts.double(), tokens.double(), cost, share], 1))
-        if not self.chain:
+        if not self.shape.chain:
             self.target.keep(self.length, path, accepted)
             self.draft.keep(self.length, path, accepted.clamp_max(self.engine.drafted_depths - 1))
         moving = (self.length < self.limit) & (fault == 0)

@@ -115,8 +115,7 @@ def train(
         seed_everything(seed, verbose=False)
         verifier = VerifierModule(**model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden)
         options = {"max_epochs": epochs, "gradient_clip_val": clip, **(trainer or {})}
-        cluster = {name: options.pop(name) for name in ("strategy", "plugins", "callbacks") if name in options}
-        trainer = build_trainer({**options, "out": out}, **cluster)
+        trainer = _trainer(out, options)
         return _fit(trainer, verifier, module, out, seed, threads)
 
 
@@ -165,9 +164,7 @@ class _TrainCLI(LightningCLI):
             raise ValueError("`seed_everything` must be a whole number: with it a run can be repeated and continued")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        options = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        cluster = {name: options.pop(name) for name in ("strategy", "plugins", "callbacks")}
-        return build_trainer({**options, "out": self.config["out"]}, **cluster)
+        return _trainer(self.config["out"], {**self._get(self.config_init, "trainer", default={}), **kwargs})
 
 
 def _section(file: Path, options: list[str]) -> dict:
@@ -179,6 +176,13 @@ def _section(file: Path, options: list[str]) -> dict:
         return settings.select({"train": values}, "train", options, file.name)
     seed = {"seed_everything": values["seed"]} if "seed" in values else {}
     return settings.select({"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name)
+
+
+def _trainer(out: str, options: dict[str, Any]) -> Trainer:
+    """`build_trainer` from options that may name a cluster's parts among those of the Trainer."""
+    cluster = {name: options[name] for name in ("strategy", "plugins", "callbacks") if name in options}
+    rest = {name: value for name, value in options.items() if name not in cluster}
+    return build_trainer({**rest, "out": out}, **cluster)
 
 
 def build_trainer(
