@@ -105,7 +105,7 @@ def _measure(engine: Engine, requests: dict[int, Request]) -> dict[str, float]:
     total, steps = sum(engine.seconds.values()), max(completion.target_calls for completion in done.values())
     inside = sum(model.seconds for model in models) - before
     found = {"% of a step outside the models": 100 * (1 - inside / total), "ms a step": 1e3 * total / steps}
-    return found | {f"ms a step, {stage}": 1e3 * seconds / steps for stage, seconds in engine.seconds.items()}
+    return found | {f"ms a step, {stage}": 1e3 * took / steps for stage, took in engine.seconds.items() if took}
 
 
 def _rows(method: str, batch: int, found: list[dict[str, float]]) -> list[dict]:

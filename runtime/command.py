@@ -211,10 +211,10 @@ def statistics(completion: Completion) -> str:
 
 
 def summary(done: list[Completion], seconds: dict[str, float]) -> str:
-    """What the texts of this run cost together, and a table of where the time went, stage by stage."""
+    """What the texts of this run cost together, and a table of where the time went, by the stages there were."""
     tokens, calls = sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
     spent, total = sum(c.substitutions for c in done), sum(seconds.values())
-    rows = [*seconds.items(), ("total", total)]
+    rows = [*((name, took) for name, took in seconds.items() if took), ("total", total)]
     return "\n".join((
         f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
         f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",

@@ -26,7 +26,7 @@ from .selector import Selector, make_selector
 
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
 REFILL = 0.125
-STAGES = ("prefill", "draft", "target", "verify", "commit")
+STAGES = ("prefill", "draft", "target", "verify", "step", "commit")  # step: draft, target and verify as one program
 OnStep = Callable[[int, list[int], bool], None]
 
 

@@ -15,7 +15,8 @@ graph 1, the draft: random numbers, one call of the draft a depth, children.
 graph 2, the target: one call on the tree, weights, verification, commit, and what the host will read.
 
 Shapes that never change can also be compiled: an engine that is `compiled` has both stages made into one program each
-by torch.compile, on a GPU before they are captured.
+by torch.compile before they are captured, and the whole step into a single one on a CPU, where a program of this size
+takes as long to be entered as a tenth of it to run.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class StaticStep:
     coins: random numbers of a row, two for the verdict and those of the children.
     kernel: of the method, None where its law verifies; `kernels` chooses, by default a kernel runs where it can.
     by_rows: whether rows of probabilities are kept, for the law, the gate, or a filter's cut.
-    stages: what draws the tree and what verifies it, as they are run.
+    stages: what draws the tree and what verifies it, or both at once, by the name that their time is kept under.
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int, kernels: bool | None = None):
@@ -200,10 +201,11 @@ class StaticStep:
         host = [torch.zeros(size, width, dtype=torch.float64, pin_memory=cuda) for _ in range(2)]
         self.reads = [_Read(values, torch.cuda.Event() if cuda else None) for values in host]
         with torch.cuda.device_of(self.length):
-            self.stages = self.draw_tree, self.verify
+            self.stages = {"draft": self.draw_tree, "target": self.verify}
             self._warm()
             if engine.compiled:
-                self.stages = tuple(map(_compiled, self.stages))
+                stages = self.stages if cuda else {"step": self.whole}
+                self.stages = {name: _compiled(work, cpp_wrapper=not cuda) for name, work in stages.items()}
                 self._warm()
             if cuda:
                 self._capture()
@@ -219,7 +221,7 @@ class StaticStep:
     def __call__(self) -> _Read:
         """Launch one step."""
         with torch.cuda.device_of(self.length):
-            for stage, work in zip(("draft", "target"), self.stages, strict=True):
+            for stage, work in self.stages.items():
                 work()
                 self.engine.lap(stage)
             self.reads.reverse()
@@ -227,7 +229,7 @@ class StaticStep:
 
     def _warm(self) -> None:
         """One step of rows that stand still: it compiles, and fills what is computed once."""
-        for work in self.stages:
+        for work in self.stages.values():
             work()
 
     def _capture(self) -> None:
@@ -239,11 +241,16 @@ class StaticStep:
         torch.cuda.current_stream().wait_stream(side)
         # What these graphs read and others may replace.
         self.angles = [side.model.angles for side in (self.target, self.draft)]
-        graphs = [torch.cuda.CUDAGraph() for _ in self.stages]
-        for graph, work in zip(graphs, self.stages, strict=True):
+        for stage, work in self.stages.items():
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 work()
-        self.stages = tuple(graph.replay for graph in graphs)
+            self.stages[stage] = graph.replay
+
+    def whole(self) -> None:
+        """Both stages."""
+        self.draw_tree()
+        self.verify()
 
     def draw_tree(self) -> None:
         """Stage 1: draw the tree of every row."""
@@ -336,13 +343,13 @@ class StaticStep:
         self.length += torch.where(moving, 1 + accepted, 0)
 
 
-def _compiled(stage: Callable[[], None]) -> Callable[[], None]:
-    """The stage as torch.compile makes it when it is first run.
+def _compiled(stage: Callable[[], None], cpp_wrapper: bool) -> Callable[[], None]:
+    """The stage as torch.compile makes it when it is first run, its operations called from Python or from C++.
 
     What is asked before every later run, whether the program still fits, is left out: nothing of a step changes but
     the numbers in its buffers.
     """
-    program, known = torch.compile(stage, fullgraph=True, dynamic=False), False
+    program, known = torch.compile(stage, fullgraph=True, dynamic=False, options={"cpp_wrapper": cpp_wrapper}), False
 
     def run() -> None:
         nonlocal known

@@ -14,7 +14,11 @@ from .test_graphs import VOCAB, make_engine, requests, same
 def test_every_step_is_one_program(method, monkeypatch):
     """Traced whole and run as traced, without a compiler: nothing in a step needs Python, and it computes the same."""
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **keywords: compiled(*args, **keywords, backend="aot_eager"))
+
+    def traced(stage, options, **keywords):
+        return compiled(stage, **keywords, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
     pair = tiny_pair(VOCAB)
     engine, loop = (make_engine(pair, method, "learned;bias=0.7", draft_length=2) for _ in range(2))
     engine.compiled = True

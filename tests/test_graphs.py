@@ -323,7 +323,7 @@ def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation
     engine = make_engine(on_gpu, method, relaxation, "cuda")
     captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)
     (step,) = engine.steps.values()
-    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in step.stages)
+    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in step.stages.values())
     # kernel and law may part where a uniform is within 1e-6 of a step: once in some thousand texts of 16 tokens
     assert sum(statistics(captured[key]) != statistics(loop[key]) for key in loop) <= 1
     same(engine.run(requests(), 3), captured)
