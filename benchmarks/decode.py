@@ -42,6 +42,8 @@ RIVALS = {
 # Trees are drawn with two children at the root and single file below: the smallest tree that is one.
 TREES = {"traversal": 2, "univer": 2, "gbv": 2, "rrsw": 2, "greedy_tree": 2, "specinfer": 2, "kseq": 2}
 
+TURNS = 5  # in which a case finds its draft length
+
 
 @dataclass
 class _Case:
@@ -229,17 +231,17 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
 
 
 def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
-    """Set every case's draft length to the fastest of its lengths, the better of two turns each."""
+    """Set every case's draft length to the fastest of its lengths, by the median of the turns."""
     for case in cases.values():
         for length in case.lengths:
             case.run(prompts[:1], length, seed)  # what is computed once is no one's time
-    rates = {name: dict.fromkeys(case.lengths, 0.0) for name, case in cases.items()}
-    for _ in range(2):
+    rates = {name: {length: [] for length in case.lengths} for name, case in cases.items()}
+    for turn in range(TURNS):
         for name, case in cases.items():
             for length in case.lengths if len(case.lengths) > 1 else ():
-                rates[name][length] = max(rates[name][length], case.timed(prompts, length, seed + 1)[0])
+                rates[name][length].append(case.timed(prompts, length, seed + 1 + turn)[0])
     for name, case in cases.items():
-        case.draft_length = max(rates[name], key=rates[name].get)
+        case.draft_length = max(case.lengths, key=lambda length: statistics.median(rates[name][length] or [0.0]))
 
 
 def _relative_cost(pair: Pair, prompt: list[int]) -> float:
