@@ -42,7 +42,9 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     stop, left = _LEFT[law](target[:, :-1], draft, ratio)
     node = _index(stop, coins[:, 0])
     at = np.minimum(node, depth - 1)
-    extra = np.where((node == depth)[:, None], target[:, -1], left[rows, at])
+    # as in `verifier.plans`: where rounding left nothing to emit, the target's row is
+    whole = (node == depth) | ~left[rows, at].any(-1)
+    extra = np.where(whole[:, None], target[rows, node], left[rows, at])
     return Verdict(torch.from_numpy(node), _drawn(extra, coins[:, 1]))
 
 
@@ -69,10 +71,11 @@ def _block(target, draft, ratio):
     left -= draft
     np.maximum(left, 0, out=left)
     size, null = left.sum(-1), 1 - weight
-    # A node without residual and without null gave all its mass to its child and never fires.
+    # A node without residual and without null fires with what its child does not have, which only rounding can refuse.
     total = size + null[:, :-1]
-    silent = np.divide(null[:, :-1], total, out=np.ones_like(size), where=total > 0)
-    fire = np.divide(size, total, out=np.zeros_like(size), where=total > 0)
+    refused = (null[:, 1:] > 0).astype(size.dtype)
+    silent = np.divide(null[:, :-1], total, out=1 - refused, where=total > 0)
+    fire = np.divide(size, total, out=refused, where=total > 0)
     later = np.cumprod(np.concatenate([null[:, -1:], silent[:, :0:-1]], 1), 1)[:, ::-1]
     return np.concatenate([fire * later, weight[:, -1:]], 1), left
 

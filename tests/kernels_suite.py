@@ -73,9 +73,11 @@ def test_hard_rows_are_verified_as_the_law_does(method):
 
 
 def hard_rows(method: str) -> Case:
-    """One request each of: tied logits, -inf logits, a one-hot target, a one-hot draft, equal rows, absent children."""
-    case = random_case(method, 5, 6, seed=3)
-    target, draft, tokens = case.target.clone(), case.draft.clone(), case.tokens.clone()
+    """One request each of: tied logits, -inf logits, a one-hot target, a one-hot draft, equal rows, absent children, a
+    child that a float32 row has and nothing that it leaves.
+    """
+    case = random_case(method, 5, 7, seed=3)
+    target, draft, tokens, weight = case.target.clone(), case.draft.clone(), case.tokens.clone(), case.weight.clone()
     inner = draft[:, :, :1] > -INF
     target[0], draft[0] = target[0].round(), draft[0].round()
     target[1, :, 1:3] = -INF
@@ -86,7 +88,10 @@ def hard_rows(method: str) -> Case:
     tokens[:4, 1:] = torch.randint(0, 5, tokens[:4, 1:].shape, generator=torch.Generator().manual_seed(0))
     # the first child of the root is absent, and so is all below it
     tokens[5, [node for node in range(1, len(case.parents)) if node == 1 or case.parents[node] == 1]] = -1
-    return replace(case, target=target, draft=draft, tokens=tokens)
+    row, almost = torch.tensor([[0.0, -INF, -INF, -INF, -INF], [0.0, -17.3, -INF, -INF, -INF]])
+    target[6], draft[6], weight[6] = row, torch.where(inner[6], almost, -INF), 0
+    tokens[6, 1:] = torch.tensor([1 if parent == node - 1 else -1 for node, parent in enumerate(case.parents)][1:])
+    return replace(case, target=target, draft=draft, tokens=tokens, weight=weight)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])

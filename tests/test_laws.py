@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diversed.runtime import chain as chain_formulas
 from diversed.verifier import METHODS, DraftTree, Law, Method, draw, expected_length, method
 from diversed.verifier.enumerate_laws import (
     KINDS,
@@ -418,6 +419,28 @@ def test_a_sampled_child_from_a_sliver_of_the_draft_is_weighed_by_that_sliver():
     target = torch.tensor([[[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.2, 0.5, 0.3]]])
     law = METHODS["greedy_tree"].unchecked(DraftTree(torch.tensor([[0, 0, 1]]), (-1, 0, 0), draft, target))
     assert abs(law.stop[0, 2].item() - 0.75) < 1e-5  # target 1/2 over the sliver's 2/3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_child_that_rounding_alone_refuses_is_refused_and_the_target_emits(name):
+    """The rows agree in all that a float holds but for the child, so that no token has a residual."""
+    parents = {"chain": chain(2), "paths": paths(2, 2)}.get(METHODS[name].drafting, full_tree(2, 2))
+    row, almost = torch.tensor([[1.0, 0.0], [1.0, 3e-8]])
+    target = row.expand(1, len(parents), 2)
+    draft = almost.expand(1, len(parents), 2) * torch.tensor([[float(node in parents)] for node in range(len(parents))])
+    for tokens in ([1] * len(parents), [1 if parent == node - 1 else -1 for node, parent in enumerate(parents)]):
+        tree = DraftTree(torch.tensor([[0, *tokens[1:]]]), parents, draft, target)
+        law = METHODS[name].law(tree)
+        assert law.stop[0].tolist() == [1.0] + [0.0] * (len(parents) - 1) and law.next[0, 0].tolist() == [1.0, 0.0]
+        assert fast_or_law(name, tree, torch.rand(1, 2)) == (0, 0)
+
+
+def fast_or_law(name: str, tree: DraftTree, uniform: torch.Tensor) -> tuple[int, int]:
+    """Node and token of the verdict, by the formulas for chains where they serve."""
+    law = METHODS[name].unchecked
+    known = chain_formulas.serves(law, tree.parents, tree.tokens.device) and (tree.tokens >= 0).all()
+    verdict = chain_formulas.verdict(law, tree, uniform) if known else draw(law(tree), uniform)
+    return int(verdict.node), int(verdict.token)
 
 
 @pytest.mark.parametrize("name", METHODS)

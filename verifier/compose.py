@@ -47,7 +47,7 @@ def conditional(
 
     def law(tree: DraftTree) -> Law:
         walk = _walk(tree, plan, merge, coupled=True, known=ahead(tree) if ahead else None)
-        # a node that keeps nothing gave all its mass to its children: what rounding leaves there has no row to emit
+        # a node that keeps nothing gave all its mass to its children
         size = walk.emit + walk.null
         fire = torch.where(size > 0, walk.emit / size, 0)
         silent = torch.where(size > 0, walk.null / size, 1)
@@ -111,8 +111,8 @@ def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor
         family = _joined(group)
         mass = given[:, family.nodes]
         share = plan(tree.target[:, family.nodes], tree.draft[:, family.nodes], mass, family.tokens)
-        share = share if tree.pruned is None else _prune(share, family, tree.pruned)
-        _normalise(share, rows, family.nodes)
+        share = share if tree.pruned is None else _prune(share, tree.target[:, family.nodes], family, tree.pruned)
+        _normalise(share, tree.target, rows, family.nodes)
         emit[:, family.nodes], null[:, family.nodes] = share.emit, share.null
         accepts += share.accept.split([member.tokens.shape[1] for member in group], 1)
         if waits:
@@ -147,20 +147,27 @@ def _joined(families: list[Family]) -> Family:
     return Family(nodes, _span(nodes), children, homes, torch.cat([family.tokens for family in families], 1))
 
 
-def _normalise(share: Share, rows: Tensor, nodes: slice | list[int]) -> None:
-    """Write share.rest / share.total into our own `rows` at `nodes`; a zero row stays zero."""
-    total = torch.where(share.total > 0, share.total, 1).unsqueeze(-1)
-    if isinstance(nodes, slice) and not torch.compiler.is_compiling():  # compiled, neither makes a copy
+def _normalise(share: Share, target: Tensor, rows: Tensor, nodes: slice | list[int]) -> None:
+    """Write share.rest / share.total into our own `rows` at `nodes`, the target's row where that is 0 / 0."""
+    some = share.total > 0
+    total = torch.where(some, share.total, 1).unsqueeze(-1)
+    if not rows.is_cpu or torch.compiler.is_compiling():  # compiled, neither makes a copy
+        rows[:, nodes] = torch.where(some.unsqueeze(-1), share.rest / total, target[:, nodes])
+        return
+    if isinstance(nodes, slice):
         torch.div(share.rest, total, out=rows[:, nodes])
     else:
         rows[:, nodes] = share.rest / total
+    if not some.all():
+        rows[:, nodes] = torch.where(some.unsqueeze(-1), rows[:, nodes], target[:, nodes])
 
 
-def _prune(share: Share, family: Family, pruned: Tensor) -> Share:
+def _prune(share: Share, target: Tensor, family: Family, pruned: Tensor) -> Share:
     """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it was, token by token."""
     known = torch.cat([pruned, torch.zeros_like(pruned[:, :1])], -1)
     moved = torch.where(_take(known, family.homes, family), share.accept, 0)
     rest = share.rest * quotient(share.emit, share.total).unsqueeze(-1)
+    rest.addcmul_(target, torch.where(share.total > 0, 0, share.emit).unsqueeze(-1))
     rest.scatter_add_(-1, family.tokens.clamp(min=0), moved)
     emit = share.emit + moved.sum(-1)
     return Share(accept=share.accept - moved, emit=emit, null=share.null, rest=rest, total=emit)

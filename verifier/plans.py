@@ -8,6 +8,9 @@ after all" (null). It is valid when, averaged over the drafting law of the child
 
 `compose.py` turns any valid plan into the law of a whole tree. Residuals are kept as unnormalised rows with a scalar
 beside them, so that a child costs three passes over V (multiply-add, clamp, sum) and one buffer.
+
+Rounding can refuse a child where no token has anything left, such as target (1, 0) and draft (1, 3e-8) in float32. What
+was refused is then emitted by the target's own row, which is where the residual tends to.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Share:
     accept: [B, n, M] mass given to each child; 0 for an absent child.
     emit:   [B, n] mass emitted at the node itself.
     null:   [B, n] mass of "not accepted after all".
-    rest:   [B, n, V] what is emitted, as rows of any scale; a zero row where nothing is. A new tensor, never an input.
+    rest:   [B, n, V] what is emitted, as rows of any scale; a zero row stands for the target's own. A new tensor, never
+            an input.
     total:  [B, n] sums of `rest`.
     """
 
@@ -103,10 +107,11 @@ def greedy_transport(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor
     children = _at(residual, tokens) * first_of_equals(tokens)
     _clear(residual, tokens)
     rest = residual.sum(-1)
-    scale = quotient(1 - accept, 1 - mass + rest + children.sum(-1))
+    size = 1 - mass + rest + children.sum(-1)
+    scale = quotient(1 - accept, size)
     return Share(
         accept=torch.cat([children[..., :-1] * scale.unsqueeze(-1), accept.unsqueeze(-1)], -1),
-        emit=scale * rest,
+        emit=torch.where(size < _tiny(size), 1 - accept, scale * rest),
         null=(1 - mass) * scale,
         rest=residual,
         total=rest,
@@ -137,7 +142,7 @@ def k_seq(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor) -> Share:
     total = residual.sum(-1)
     return Share(
         accept=before * accept,
-        emit=torch.where(total > 0, refused[..., -1], 0),
+        emit=refused[..., -1],
         null=torch.zeros_like(mass),
         rest=residual,
         total=total,
@@ -179,7 +184,7 @@ def _recursive(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor, shri
     residual.scatter_add_(-1, tokens.clamp(min=0), wanted * firsts)
     return Share(
         accept=torch.stack(accepted, -1),
-        emit=reach * alpha * total,
+        emit=torch.where(size < _tiny(size), reach, reach * alpha * total),
         null=reach * null,
         rest=residual,
         total=total,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .launch import Call
-from .rows import ACCEPT, COUNT, EMIT, MASS, NULL, STEP, WANTED, kernel, quotient, read_node
+from .rows import ACCEPT, COUNT, EMIT, MASS, NULL, STEP, TINY, WANTED, kernel, quotient, read_node
 
 
 def token(call: Call) -> None:
@@ -69,7 +69,7 @@ def masses(state, size, N):
 
 @kernel
 def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr):
-    """EMIT and NULL of a node from its residual mass Z: in proportion Z : 1 - mass, 0 where the child has it all."""
+    """EMIT and NULL of a node from its residual mass Z: in proportion Z : 1 - mass; all is emitted where both are 0."""
     place = tl.program_id(0)
     n = tl.load(nodes + place % count)
     node = place // count * N + n
@@ -78,6 +78,7 @@ def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.const
     lane = tl.arange(0, TILES)
     total = tl.sum(tl.load(sums + node * T + lane, lane < T, 0.0), 0)
     null = 1 - tl.load(state + MASS * size + node)
-    left = quotient(1 - tl.load(state + MASS * size + node + 1), total + null)
-    tl.store(state + EMIT * size + node, left * total)
+    refused = 1 - tl.load(state + MASS * size + node + 1)
+    left = quotient(refused, total + null)
+    tl.store(state + EMIT * size + node, tl.where(total + null < TINY, refused, left * total))
     tl.store(state + NULL * size + node, left * null)

@@ -109,9 +109,11 @@ def finish(
     others = tl.where(mark >= 0, tl.maximum(mass * wanted - step * proposal, 0.0), 0.0)
     tile = tl.arange(0, TILES)
     rest = tl.sum(tl.load(sums + node * T + tile, tile < T, 0.0), 0)
-    scale = quotient(1 - accept, 1 - mass + rest + tl.sum(others, 0))
+    whole = 1 - mass + rest + tl.sum(others, 0)
+    scale = quotient(1 - accept, whole)
     share = tl.where(lane == children - 1, accept, others * scale)
-    give_back(state, column, lane < children, share, scale * rest, (1 - mass) * scale, size, node, COUPLED)
+    emit = tl.where(whole < TINY, 1 - accept, scale * rest)
+    give_back(state, column, lane < children, share, emit, (1 - mass) * scale, size, node, COUPLED)
 
 
 @triton.jit

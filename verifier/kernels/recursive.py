@@ -34,6 +34,7 @@ from .rows import (
     PROPOSAL,
     REACH,
     STEP,
+    TINY,
     WANTED,
     first_of_equals,
     kernel,
@@ -126,7 +127,8 @@ def turn(
     tl.store(column + PROPOSAL * size, proposal, here)
     if turn == children:
         share = tl.load(column + ACCEPT * size, here, 0.0)
-        give_back(state, column, here, share, reach * alpha * total, reach * null, size, node, COUPLED)
+        emit = tl.where(whole < TINY, reach, reach * alpha * total)
+        give_back(state, column, here, share, emit, reach * null, size, node, COUPLED)
     else:
         # a child of draft probability zero is absent, or a duplicate of one that was removed
         mine = lane == turn
