@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import write_whole
+from ..verifier.relax import parse
 
 KINDS = {  # colour, line style, words at the end of the line
     "exact": ("#000000", "none", "exact decoding"),
@@ -124,8 +125,8 @@ def _words(kind: str, label: str, words: str, first: bool) -> str:
 
 
 def _family(row: dict[str, Any], kind: str) -> str:
-    """Points of one family are joined: all static weights, one bundle at several biases."""
-    return kind if kind == "static" else row["relaxation"].split(";")[0]
+    """Points of one family are joined: the static weights of one way of blending, one bundle at several biases."""
+    return parse(row["relaxation"]).blend if kind == "static" else row["relaxation"].split(";")[0]
 
 
 def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: str | None) -> None:

@@ -12,6 +12,7 @@ from .facts import Run
 from .figure import KINDS, describe
 from .markup import Markup, tag
 from .sections import Row, interval, number, section, settings_words, wide
+from .statement import static_place
 
 LIKELIHOOD = SCORES["target_logprob"].metric
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
@@ -61,7 +62,8 @@ def _bundle(row: Row) -> str:
 def frontiers(rows: list[Row]) -> Markup:
     about = (
         "Upper right is better. Bars are 95 % intervals in both directions, prompts resampled; the blue line "
-        "joins exact decoding and the static blends in the order of w. Hover a point for its numbers."
+        "joins exact decoding and the static blends in the order of w, those of probabilities on one side and those of "
+        "logits on the other. Hover a point for its numbers."
     )
     if any(row["metric"] == LIKELIHOOD for row in rows):
         about += (
@@ -77,7 +79,7 @@ def frontiers(rows: list[Row]) -> Markup:
 
 
 def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]]:
-    """Every row's point, and the lines of each variant: exact and static blends by w, a bundle by its biases."""
+    """Every row's point, and the lines of each variant: exact and static blends in order, a bundle by its biases."""
     variants = list(_variants(rows))
     points, families = [], {}
     for row in sorted(rows, key=lambda row: row[speed]):
@@ -91,8 +93,8 @@ def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]
         title += f"{interval(*y[1:], 3)}, {SPEED_NAMES[speed]} {number(x[0], 3)}{interval(*x[1:], 3)}"
         point = Point(x, y, kind, shape, name if shape == 0 or kind in ("learned", "gate") else "", title)
         points.append(point)
-        if kind in ("exact", "static") and ";" not in row["relaxation"]:
-            families.setdefault((shape, "static"), []).append((parse(row["relaxation"]).constant, point))
+        if (place := static_place(row["relaxation"])) is not None:
+            families.setdefault((shape, "static"), []).append((place, point))
         elif kind == "learned":
             families.setdefault((shape, row["relaxation"].split(";")[0]), []).append((x[0], point))
     ordered = [[point for _, point in sorted(line, key=lambda pair: pair[0])] for line in families.values()]

@@ -15,7 +15,7 @@ import numpy
 
 from .quality import paired_bootstrap
 from .speed import POINT
-from .statement import COLUMNS, LEVEL, SPEEDS, differences, static_weight, table
+from .statement import COLUMNS, LEVEL, SPEEDS, differences, static_place, table
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def rates(
     """
     found = []
     for group, twins in _twins(records).items():
-        names = [name for _, name in sorted((static_weight(name), name) for name in twins)]
+        names = [name for _, name in sorted((static_place(name), name) for name in twins)]
         shared = sorted(set.intersection(*(set(texts) for pair in twins.values() for texts in pair)))
         tables = {
             column: numpy.stack([table([twins[name][side] for name in names], shared, column) for side in (0, 1)])
@@ -124,7 +124,7 @@ def _twins(records: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, tuple[dic
     cells: dict[tuple, dict[str, dict[int, dict[int, list]]]] = {}
     for record in records:
         method, name, *at = (record.get(field) for field in POINT)
-        if static_weight(name) is not None:
+        if static_place(name) is not None:
             seeds = cells.setdefault((method, *at), {}).setdefault(name, {})
             seeds.setdefault(record["seed"], {}).setdefault(record["prompt"], []).append(record)
     found = {}

@@ -111,10 +111,11 @@ def _measured(runs: list[Run]) -> Markup:
             parts.append(tag("p", "No learned point stands beside two or more static ones."))
         parts += [operating_point(source, card.get("calibration")) for source, card in run.cards.items()]
     parts.append(tag(
-        "p", "A learned point is compared with the line through exact decoding and the static blends, at the learned "
-        "point's quality: better is an interval of the difference above 0, worse one below 0. Where several learned "
-        "points are looked at on the same prompts, the interval that decides is corrected for their number "
-        "(Bonferroni); those chosen on other prompts, as by calibration, count apart from those that were not.",
+        "p", "A learned point is compared with the line through exact decoding and the static blends, of probabilities "
+        "and of logits where both were measured, at the learned point's quality: better is an interval of the "
+        "difference above 0, worse one below 0. Where several learned points are looked at on the same prompts, the "
+        "interval that decides is corrected for their number (Bonferroni); those chosen on other prompts, as by "
+        "calibration, count apart from those that were not.",
     ))  # fmt: skip
     return section("measured", CONTENTS["measured"], parts)
 

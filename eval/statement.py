@@ -1,10 +1,12 @@
 """The statement that a comparison ends in: is a learned point better than static blending at the same quality?
 
 The static points, exact decoding and ensemble:w in the order of w, are joined by straight lines in the plane of quality
-(mean score) and speed. At the learned point's quality the static speed is the largest on that line at this quality or a
-better one; where the line nowhere reaches it, the speed of its point of highest quality. The difference of the learned
-speed and this one is bootstrapped by prompt, all points on the same resampled prompts, so that both the learned point
-and the line it is compared with vary. Below, `better` is an interval above 0, `worse` one below 0, else `not shown`.
+(mean score) and speed; those that blend logarithms (ensemble:w;blend=logits) stand on the other side of exact decoding,
+so that a learned point is compared with the faster of both kinds. At the learned point's quality the static speed is
+the largest on that line at this quality or a better one; where the line nowhere reaches it, the speed of its point of
+highest quality. The difference of the learned speed and this one is bootstrapped by prompt, all points on the same
+resampled prompts, so that both the learned point and the line it is compared with vary. Below, `better` is an interval
+above 0, `worse` one below 0, else `not shown`.
 
 Whoever looks at several learned points and tells of the best is wrong more often than at one: the interval that decides
 is then corrected for their number (Bonferroni: level 5 % / number). A point that was chosen on other prompts needs no
@@ -101,7 +103,7 @@ def every_statement(
     found = []
     for method, relaxation, temperature, length in points:
         beside = [other for other in points if _group(other) == (method, temperature, length)]
-        if is_learned(relaxation) and sum(static_weight(other[1]) is not None for other in beside) > 1:
+        if is_learned(relaxation) and sum(static_place(other[1]) is not None for other in beside) > 1:
             looked = learned_points(points, relaxation, chosen)
             found += statements(records, method, relaxation, temperature, length, looked, resamples, seed)
     return found
@@ -124,7 +126,7 @@ def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] =
     if point[1] == "none":
         return "nothing, the others are compared with it"
     words = ["none, paired by prompt"] if "none" in beside else ["nothing; add the relaxation none"]
-    statics = sum(static_weight(other) is not None for other in beside)
+    statics = sum(static_place(other) is not None for other in beside)
     if is_learned(point[1]) and statics > 1:
         looked = learned_points(points, point[1], chosen)
         words.append(f"the line of {statics} static points" + (f", one of {looked} learned points" * (looked > 1)))
@@ -164,7 +166,7 @@ def statements(
     for record in records:
         if _group(_point(record)) in groups:
             cells.setdefault(record["relaxation"], {}).setdefault(record["prompt"], []).append(record)
-    statics = sorted((weight, name) for name in cells if (weight := static_weight(name)) is not None)
+    statics = sorted((place, name) for name in cells if (place := static_place(name)) is not None)
     if relaxation not in cells:
         raise ValueError(f"no results of {method} with {relaxation}; measured are {', '.join(cells) or 'none'}")
     if len(statics) < 2:
@@ -189,11 +191,15 @@ def statements(
 COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
 
 
-def static_weight(relaxation: str) -> float | None:
-    """The constant share of a static point; none is 0. None for learned points and for rules that are no blend."""
+def static_place(relaxation: str) -> float | None:
+    """Where a static point stands on the line: at its share of the draft, at minus that where it blends logarithms.
+
+    0 for exact decoding, None for learned points, budgets and rules that are no blend.
+    """
     rule = parse(relaxation)
-    plain = rule.budget is None and rule.blend == "probabilities"
-    return rule.constant if plain and rule.name in ("none", "ensemble") else None
+    if rule.budget is not None or rule.name not in ("none", "ensemble"):
+        return None
+    return rule.constant if rule.blend == "probabilities" else -rule.constant
 
 
 def table(cells: Sequence[dict[int, list[dict]]], prompts: Sequence[int], column: str) -> numpy.ndarray:

@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 from diversed.eval.nominal import allowed, rates
-from diversed.eval.statement import compared_with, every_statement, statements, static_speed
+from diversed.eval.statement import compared_with, every_statement, statements, static_place, static_speed
 from scipy.stats import binom, norm
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)
@@ -48,6 +48,19 @@ def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_sho
     assert "better than static blending of the same quality" in str(calls)
     # a static point's speed 2 (1 + w), a fifth more
     assert calls.learned == pytest.approx(2.8 * 1.2, rel=0.02) and calls.static == pytest.approx(2.8, rel=0.03)
+
+
+def test_blends_of_logits_stand_beyond_exact_decoding_on_the_same_line():
+    """A learned point that beats static blends of probabilities and not those of logits is not better."""
+    generator = numpy.random.default_rng(1)
+    records = world(200, 0, weight=0.4, bonus=0.1)
+    assert statements(records, "token", "runs/x/bundle", resamples=500)[0].verdict == "better"
+    for weight in WEIGHTS[1:]:
+        records += made(f"ensemble:{weight};blend=logits", weight, 200, generator, bonus=0.3)
+    calls = statements(records, "token", "runs/x/bundle", resamples=500)[0]
+    assert calls.verdict == "worse" and calls.static == pytest.approx(2.8 * 1.3, rel=0.03)
+    assert [static_place(name) for name in ("none", "ensemble:0.2", "ensemble:0.2;blend=logits")] == [0, 0.2, -0.2]
+    assert all(static_place(name) is None for name in ("lenient:0.5", "ensemble:0.2;budget=3", "runs/x/bundle"))
 
 
 def test_where_a_difference_is_not_shown_more_prompts_are_asked_for_than_there_were():
