@@ -7,6 +7,7 @@ drawn and before the target checks it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Integral if name == "top_k" else Real):
+                raise TypeError(f"`sampling.{name}` must be a {'whole ' * (name == 'top_k')}number, got {value!r}")
         t = self.temperature
         for name, good, expected in (
             ("temperature", t == 0 or COLDEST <= t < float("inf"), f"0 or a finite number of at least {COLDEST:g}"),
