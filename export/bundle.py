@@ -131,9 +131,13 @@ def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write_card(folder: Path, card: dict[str, Any]) -> None:
-    """Write card.json and README.md, each at once."""
+    """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's files once more."""
     for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
         write_whole(folder / name, text)
+    if card.get("custom_generate"):
+        from .hf import add_custom_generate
+
+        add_custom_generate(folder)
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:

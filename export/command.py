@@ -61,10 +61,6 @@ def export(
         from ..eval.speed import summarise
 
         add_frontier(out, summarise(results))
-    if format == "hf":
-        from .hf import add_custom_generate
-
-        add_custom_generate(out)
     relaxation = out if card["head"]["blend"] == "probabilities" else f"'{out};blend={card['head']['blend']}'"
     print(f"bundle written to {out}: load it with --relaxation {relaxation}")
 

@@ -2,24 +2,28 @@
 
 import json
 import sys
+import warnings
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from diversed.export.bundle import load_bundle
+from diversed.export.bundle import add_bias, add_frontier, load_bundle, write_bundle
 from diversed.export.command import export
+from diversed.export.hf import HONOURED, NEUTRAL, _refuse
 from diversed.runtime.decode import decode
 from diversed.runtime.limits import SEEDS
+from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.law import DraftTree
 from diversed.verifier.methods import METHODS
 from diversed.verifier.relax import relax
 from safetensors.torch import save_file
-from transformers import dynamic_module_utils
+from transformers import GenerationConfig, dynamic_module_utils
 from transformers.generation import utils as transformers_utils
 
-from .support.models import relaxed_law, tiny_pair
+from .support.models import module, relaxed_law, tiny_pair, tokenizer
 from .test_decode import LENGTH, VOCAB, chi_squared
 
 PROMPTS = [[2, 3, 4], [5], [6, 2, 3, 4, 5, 2], [3, 3]]
@@ -228,17 +232,142 @@ def test_greedy_stop_strings_streamer_and_returned_classes(tmp_path):
         ({"stop_strings": "w2"}, "give `tokenizer` too"),
         ({"max_new_tokens": None, "max_length": 2}, "`max_length` 2 leaves no room after 3 prompt tokens"),
         ({"max_new_tokens": 200}, "is longer than the context"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "zeros and then ones in every row, got others; pad prompts"),
+        ({"attention_mask": torch.tensor([[True, False, True]])}, "zeros and then ones in every row, got others"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]], dtype=torch.uint8)}, "zeros and then ones in every row"),
+        ({"attention_mask": torch.tensor([[0, 0.5, 1]])}, "zeros and then ones in every row, got others"),
+        ({"attention_mask": torch.tensor([[-1, -1, 1]])}, "zeros and then ones in every row, got others"),
+        ({"attention_mask": torch.tensor([[0, 0, 0]])}, "zeros and then ones in every row, got others"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"like `input_ids`, .* got \[1, 1, 3, 3\]"),
+        ({"attention_mask": [[1, 1, 1]]}, "got list; pad prompts on the left"),
         ({"input_ids": torch.tensor([[0, 2, 3]])}, "`input_ids` hold `pad_token_id`; give `attention_mask`"),
-        ({"input_ids": torch.tensor([2, 3])}, r"`input_ids` must be a tensor \[B, T\]"),
+        ({"input_ids": torch.tensor([2, 3])}, r"`input_ids` must be a tensor \[B, T\] of token ids, got \[2\]"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"of token ids, got \[1, 0\] of torch.int64"),
+        ({"input_ids": torch.tensor([[True]])}, r"of token ids, got \[1, 1\] of torch.bool"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 16)}, "of token ids, got NoneType; encode the prompts"),
+        ({"input_ids": torch.tensor([[2, 11]])}, "prompt 0 has a token outside 0..10"),
         ({"num_return_sequences": 2, "streamer": print}, "`streamer` shows one text, got 2"),
+        ({"streamer": print}, "`streamer` must have the methods put and end"),
+        ({"temprature": False}, "cannot honour `temprature`"),
+        ({"generation_config": {"top_k": 3}}, "`generation_config` must be a GenerationConfig, got dict"),
+        ({"stop_strings": ["w2", ""]}, r"must be a text or a list of texts, none empty, got \['w2', ''\]"),
+        ({"stop_strings": [3]}, "`stop_strings` must be a text or a list of texts"),
+        ({"tokenizer": "tiny/target"}, "`tokenizer` must be the models' tokenizer, got 'tiny/target'"),
+        ({"eos_token_id": "w1"}, "`eos_token_id` must be a whole number, got 'w1'"),
+        ({"pad_token_id": "w0"}, "`pad_token_id` must be a whole number, got 'w0'"),
+        ({"do_sample": "no"}, "`do_sample` must be True or False, got 'no'"),
+        ({"temperature": "1"}, "`sampling.temperature` must be a number, got '1'"),
+        ({"top_k": 2.5}, "`sampling.top_k` must be a whole number, got 2.5"),
+        ({"top_p": float("nan")}, r"`sampling.top_p` must be in \(0, 1\], got nan"),
+        ({"method": "plain"}, "`method` must name a verification method, such as token or block, got 'plain'"),
+        ({"bias": float("nan")}, "`bias` must be a finite number, added to a logit, got nan"),
+        ({"bias": "1"}, "`bias` must be a finite number, added to a logit, got '1'"),
+        ({"max_new_tokens": 2.5}, "`max_new_tokens` must be a whole number, got 2.5"),
+        ({"max_new_tokens": None, "max_length": "9"}, "`max_length` must be a whole number, got '9'"),
+        ({"num_return_sequences": 0}, "`num_return_sequences` must be at least 1, got 0"),
+        ({"num_return_sequences": -1}, "`num_return_sequences` must be at least 1, got -1"),
+        ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1, got 0"),
+        ({"num_assistant_tokens": 2.5}, "`num_assistant_tokens` must be a whole number, got 2.5"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_a_sentence(tmp_path, options, sentence):
     pair = tiny_pair(11)
     folder = repository(tmp_path / "gate", pair)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
         generate(pair, folder, **{"input_ids": torch.tensor([PROMPTS[0]])} | options)
+
+
+def test_every_field_that_the_loop_does_not_read_is_refused_away_from_its_default(tmp_path):
+    """Of this version of transformers, whatever it is: a new field must not be passed over."""
+    pair, never = tiny_pair(11), object()
+    folder = repository(tmp_path / "gate", pair)
+    fields = GenerationConfig().to_dict() | GenerationConfig._get_default_generation_params()
+    for name in set(fields) - set(HONOURED + NEUTRAL):
+        config = GenerationConfig()
+        setattr(config, name, never)
+        with pytest.raises(ValueError, match=f"`{name}` must be left at its default"):
+            _refuse(pair.target.module, pair.draft.module, config, {})
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="load both models in its dtype"):
+        generate(pair, folder, input_ids=torch.tensor([[2]]))
+    with pytest.raises(TypeError, match="`assistant_model` must be a model of transformers, got 'sums-draft'"):
+        pair.target.module.generate(
+            torch.tensor([[2]]), assistant_model="sums-draft", custom_generate=str(folder), trust_remote_code=True
+        )
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+@pytest.mark.parametrize("pad", [0, 1, None])
+@pytest.mark.parametrize("ends", [1, [5, 1], (5, 1), torch.tensor([5, 1]), []])
+def test_texts_end_at_any_end_token_and_are_filled_up(tmp_path, count, pad, ends):
+    """Whatever holds the ids of the end tokens, padding may be one of them, and prompts may hold both."""
+    pair, prompts = tiny_pair(11), ([[2, 1, 3, 0], [5], [6, 2, 1]] * 6)[:count]
+    folder = repository(tmp_path / "gate", pair)
+    torch.manual_seed(1)
+    made = generate(pair, folder, eos_token_id=ends, pad_token_id=pad, **batch(prompts))[:, 4:]
+    known = torch.as_tensor(ends).reshape(-1).tolist()
+    ours = decode(
+        replace(pair, eos=tuple(known)), prompts, relaxation=str(folder), draft_length=3, max_new_tokens=30,
+        seeds=seeds(1, count),
+    )  # fmt: skip
+    filling = pad if pad is not None else known[0] if known else None
+    for row, completion in zip(made.tolist(), ours, strict=True):
+        assert row[: len(completion.tokens)] == completion.tokens
+        assert all(token == filling for token in row[len(completion.tokens) :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_give_the_texts_of_our_loop(tmp_path, dtype):
+    pair = make_pair(*(module(seed, 11, 2 - seed).to(dtype) for seed in (0, 1)), tokenizer(11))
+    folder = repository(tmp_path / "gate", pair)
+    torch.manual_seed(5)
+    made = generate(pair, folder, **batch(PROMPTS))[:, 6:].tolist()
+    ours = decode(pair, PROMPTS, relaxation=str(folder), draft_length=3, max_new_tokens=30, seeds=seeds(5, 4))
+    assert [row[: len(c.tokens)] for row, c in zip(made, ours, strict=True)] == [c.tokens for c in ours]
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("card.json", None, "does not hold card.json; export the bundle again"),
+        ("card.json", "!", "does not hold card.json"),
+        ("card.json", "bm8=", "card.json is not readable json"),
+        ("head.safetensors", "bm8=", "head.safetensors is damaged"),
+    ],
+)
+def test_a_damaged_gate_is_named(tmp_path, name, content, sentence):
+    pair = tiny_pair(11)
+    gate = repository(tmp_path / "gate", pair) / "custom_generate" / "gate.py"
+    line = next(line for line in gate.read_text().splitlines(keepends=True) if f'"{name}"' in line)
+    gate.write_text(gate.read_text().replace(line, f'    "{name}": "{content}",\n' if content else ""))
+    with pytest.raises(ValueError, match=f"custom_generate.*{sentence}"):
+        generate(pair, tmp_path / "gate", input_ids=torch.tensor([[2]]))
+
+
+def test_a_note_is_given_once_for_many_calls(tmp_path):
+    pair = tiny_pair(11)
+    folder = repository(tmp_path / "gate", pair)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            generate(pair, folder, input_ids=torch.tensor([[2]]), top_k=4)
+    (note,) = [str(note.message) for note in noted if "sampling settings" in str(note.message)]
+    assert "custom_generate" in note and "was not trained for these sampling settings: top_k is 4" in note
+
+
+def test_a_repository_whose_bundle_is_written_anew_holds_the_new_one(tmp_path):
+    """As `diversed calibrate` does, which moves the gate's bias, and as figures are added to a card."""
+    pair = tiny_pair(11)
+    folder = repository(tmp_path / "gate", pair)
+    loaded, before = load_bundle(folder), (folder / "custom_generate" / "gate.py").read_text()
+    add_bias(loaded.head, -1e4)
+    write_bundle(folder, loaded.head, loaded.card)
+    assert (folder / "custom_generate" / "gate.py").read_text() != before
+    torch.manual_seed(0)
+    made = generate(pair, folder, input_ids=torch.tensor([[2, 3]]))[0, 2:].tolist()
+    assert made == decode(pair, [[2, 3]], draft_length=3, max_new_tokens=30, seeds=seeds(0, 1))[0].tokens, "exact"
+    before = (folder / "custom_generate" / "gate.py").read_text()
+    add_frontier(folder, [])
+    assert (folder / "custom_generate" / "gate.py").read_text() == before
 
 
 def test_a_repository_is_a_bundle_moves_and_refuses_other_models(tmp_path):
