@@ -51,7 +51,7 @@ def name_of(row: Row, rows: list[Row]) -> str:
     bundles = {_bundle(other) for other in rows if describe(other["relaxation"])[0] == "learned"}
     if kind == "learned":
         family = _bundle(row).removeprefix("bundle-") if len(bundles) > 1 else ""
-        return ", ".join(filter(None, (family, words or "bias 0")))
+        return ", ".join(filter(None, (family, words))) or "bias 0"
     return words or kind
 
 

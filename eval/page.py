@@ -162,6 +162,6 @@ def _verdict(one: Statement) -> Markup:
     )  # fmt: skip
 
 
-def _of_gate(one: Statement, gate: str, gain: float) -> str:
+def _of_gate(one: Statement, gate: str, quality: float, gain: float) -> str:
     share = f", of which this is {100 * one.difference / gain:.0f} %" if gain > 0 else ""
-    return f" The gate {gate} gains {signed(gain, 3)} over static blending of its quality{share}."
+    return f" The gate {gate}, of quality {number(quality, 3)}, gains {signed(gain, 3)} over the same{share}."

@@ -18,7 +18,7 @@ where more than 2.5 % of resamples lie there the verdict is not `better`. See `n
 Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
 
 Where a gate given as code was measured beside it, such as the oracle of `sums`, which knows which tokens are wording,
-the same difference is taken at the gate's quality: what a learned point could have gained.
+its speed is compared with the same static speed: what a learned point of this quality could have gained.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Statement:
     below: share of resamples in which the learned point's quality is lower than every static one's.
     verdict: of the corrected interval: better, worse or not shown; prompts_needed: that would show this difference in
         80 % of trials, or None.
-    gates: (relaxation, difference) of every gate given as code on the same prompts, at that gate's own quality.
+    gates: (relaxation, quality, its speed - static) of every gate given as code on the same prompts.
     """
 
     method: str
@@ -71,7 +71,7 @@ class Statement:
     verdict: str
     prompts: int
     prompts_needed: int | None
-    gates: tuple[tuple[str, float], ...] = ()
+    gates: tuple[tuple[str, float, float], ...] = ()
 
     def __str__(self) -> str:
         more = "" if self.prompts_needed is None else f" (about {self.prompts_needed} prompts would show it)"
@@ -84,7 +84,7 @@ class Statement:
             corrected = (
                 f", [{self.corrected_low:+.3f}, {self.corrected_high:+.3f}] corrected for {self.looked} learned points"
             )
-        gates = "".join(f"; the gate {name} gains {difference:+.3f}" for name, difference in self.gates)
+        gates = "".join(f"; the gate {name} ({quality:.4f}) gains {gain:+.3f}" for name, quality, gain in self.gates)
         return (
             f"{self.method} {self.relaxation}{at}: {self.verdict}{more} than static blending of the same quality "
             f"({self.quality:.4f}) in {self.speed}: {self.learned:.3f} against {self.static:.3f}, difference "
@@ -183,7 +183,7 @@ def statements(
     point = (method, relaxation, *groups[0][1:])
     found = [_compare(point, speed, tables, looked, resamples, seed) for speed in SPEEDS]
     return [
-        replace(one, gates=tuple((name, _gain(table, one.speed)) for name, table in zip(gates, beside, strict=True)))
+        replace(one, gates=tuple((name, *_gain(each, one)) for name, each in zip(gates, beside, strict=True)))
         for one in found
     ]
 
@@ -240,9 +240,10 @@ def _compare(
     )  # fmt: skip
 
 
-def _gain(tables: dict[str, numpy.ndarray], speed: str) -> float:
-    _, learned, static = _observed(tables, speed)
-    return learned - static
+def _gain(tables: dict[str, numpy.ndarray], one: Statement) -> tuple[float, float]:
+    """Quality of the first point, a gate, and what it gains over the static speed of a statement."""
+    quality, speed, _ = _observed(tables, one.speed)
+    return quality, speed - one.static
 
 
 def _observed(tables: dict[str, numpy.ndarray], speed: str) -> tuple[float, float, float]:

@@ -138,8 +138,8 @@ def test_what_a_gate_given_as_code_gains_stands_beside_what_a_head_gains():
     records = world(100, 0, weight=0.4, bonus=0.2)
     gate = [r | {"relaxation": "package.module:oracle"} for r in records if r["relaxation"] == "runs/x/bundle"]
     for one, plain in zip(every_statement(records + gate), every_statement(records), strict=True):
-        assert one.gates == (("package.module:oracle", one.difference),) and plain.gates == ()
-        assert str(one) == f"{plain}; the gate package.module:oracle gains {one.difference:+.3f}"
+        assert one.gates == (("package.module:oracle", one.quality, one.difference),) and plain.gates == ()
+        assert str(one) == f"{plain}; the gate package.module:oracle ({one.quality:.4f}) gains {one.difference:+.3f}"
     assert not any(one.gates for one in every_statement(records + gate[1:]))
 
 
