@@ -10,6 +10,8 @@ harness's own code. This module registers the model when it is imported; run as 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from typing import Any
 
 from lm_eval.__main__ import cli_evaluate
@@ -17,12 +19,15 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from ..cli import USER_ERRORS, sentence
 from ..runtime.completion import Request
 from ..runtime.decode import Engine, run_grouped
+from ..runtime.drafting import MAX_NODES
 from ..runtime.limits import within
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the first
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 logger = logging.getLogger(__name__)
 
@@ -51,10 +56,18 @@ class Diversed(HFLM):
         max_length: int | None = None,
         max_batch_size: int | None = None,  # the harness names it always; there is nothing to find out here
     ):
-        if not str(batch_size).isdecimal():
-            raise ValueError(f"`batch_size` must be a whole number, got {batch_size!r}; it is not found automatically")
+        if not str(batch_size).isdecimal() or not int(batch_size):
+            raise ValueError(f"`batch_size` must be a whole number from 1 on, got {batch_size!r}; give one")
+        texts = {"pretrained": pretrained, "draft": draft, "relaxation": relaxation, "method": method, "dtype": dtype}
+        for name, value in texts.items():
+            if not isinstance(value, str):
+                raise TypeError(f"`{name}` must be a text, got {value!r}")
+        if draft_length is None or seed is None or not isinstance(trust_remote_code, bool):
+            raise TypeError("`draft_length` and `seed` must be whole numbers and `trust_remote_code` true or false")
+        within(1, MAX_NODES, draft_length=draft_length)
         within(-(1 << 31), (1 << 31) - 1, seed=seed)
         self.pair = load_pair(pretrained, draft, dtype, device or "cpu", trust_remote_code)
+        within(1, self.pair.target.max_positions, max_length=max_length)
         super().__init__(
             self.pair.target.module, tokenizer=self.pair.tokenizer, backend="causal", batch_size=int(batch_size),
             max_length=max_length,
@@ -95,14 +108,27 @@ class Diversed(HFLM):
 
 def _settings(given: dict[str, Any], new_tokens: int) -> tuple[Sampling, tuple[str, ...], int]:
     """Sampling, stop strings and number of new tokens that a task asks for; ValueError for what is not known here."""
+    within(1, **{name: given.get(name) for name in LENGTHS})
+    if given.get("do_sample") not in (None, True, False):
+        raise TypeError(f"generation_kwargs do_sample must be true or false, got {given['do_sample']!r}")
+    until = given.get("until") or []
+    if not all(isinstance(text, str) for text in (until if isinstance(until, list) else [until])):
+        raise TypeError(f"generation_kwargs until must be a text or a list of texts, got {until!r}")
+    asked = Sampling(**{name: given[name] for name in SAMPLING if given.get(name) is not None})
     options = dict(normalize_gen_kwargs(given, new_tokens))
     until, new_tokens, sampled = (options.pop(name) for name in ("until", "max_gen_toks", "do_sample"))
-    chosen = {name: options.pop(name) for name in SAMPLING if options.get(name) is not None}
+    for name in SAMPLING:
+        options.pop(name, None)
     if options:
         raise ValueError(f"generation_kwargs {', '.join(options)} cannot be honoured; leave them out of the task")
-    sampling = Sampling(**chosen) if sampled else Sampling(temperature=0)
-    return sampling, tuple(text for text in until if text), new_tokens
+    return asked if sampled else Sampling(temperature=0), tuple(text for text in until if text), new_tokens
 
 
 if __name__ == "__main__":
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except USER_ERRORS as error:
+        if os.environ.get("DIVERSED_DEBUG"):
+            raise
+        print(f"diversed.export.lm_eval: {sentence(error)}", file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,9 @@
 """lm-evaluation-harness runs a task of its user's through our loop; likelihoods are the target's."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,7 +115,47 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(model):
         model.generate_until([asked("1 + 1", num_beams=4)])
     with pytest.raises(ValueError, match="`max_gen_toks` 100000 leaves no room"):
         model.generate_until([asked("1 + 1", max_gen_toks=100_000)])
-    with pytest.raises(ValueError, match="`batch_size` must be a whole number, got 'auto'"):
-        plugin.Diversed(batch_size="auto")
-    with pytest.raises(ValueError, match="unknown relaxation 'ensembl:0.3'; did you mean ensemble"):
-        plugin.Diversed(relaxation="ensembl:0.3")
+    for options, sentence in (
+        ({"max_gen_toks": 0}, "`max_gen_toks` must be at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, "`max_new_tokens` must be a whole number, got 2.5"),
+        ({"do_sample": "yes"}, "do_sample must be true or false, got 'yes'"),
+        ({"until": [3]}, r"until must be a text or a list of texts, got \[3\]"),
+        ({"temperature": -1}, "`sampling.temperature` must be 0 or a finite number"),
+        ({"temperature": 1, "top_k": 2.5}, "`sampling.top_k` must be a whole number, got 2.5"),
+        ({"do_sample": False, "top_p": 7}, r"`sampling.top_p` must be in \(0, 1\], got 7"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=sentence):
+            model.generate_until([asked("1 + 1", **options)])
+    assert model.generate_until([]) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ({"batch_size": "auto"}, "`batch_size` must be a whole number from 1 on, got 'auto'"),
+        ({"batch_size": 0}, "`batch_size` must be a whole number from 1 on, got 0"),
+        ({"relaxation": "ensembl:0.3"}, "unknown relaxation 'ensembl:0.3'; did you mean ensemble"),
+        ({"relaxation": None}, "`relaxation` must be a text, got None"),
+        ({"method": 3}, "`method` must be a text, got 3"),
+        ({"draft_length": 0}, "`draft_length` must be at least 1, got 0"),
+        ({"draft_length": "3"}, "`draft_length` must be a whole number, got '3'"),
+        ({"seed": 1.5}, "`seed` must be a whole number, got 1.5"),
+        ({"seed": None}, "`draft_length` and `seed` must be whole numbers"),
+        ({"trust_remote_code": "no"}, "`trust_remote_code` true or false"),
+        ({"max_length": 0}, "`max_length` must be at least 1, got 0"),
+        ({"max_length": 4096}, "`max_length` must be at most 512, got 4096"),
+        ({"drafts": "sums-draft"}, "unexpected keyword argument 'drafts'"),
+    ],
+)
+def test_arguments_of_the_model_are_checked_before_it_is_used(arguments, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        plugin.Diversed(**arguments)
+
+
+def test_the_command_ends_with_a_sentence_and_not_with_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "diversed.export.lm_eval", "run", "--model", "diversed", "--tasks", "my_sums"]
+    (tmp_path / "my_sums.yaml").write_text(TASK)
+    command += ["--include_path", str(tmp_path), "--device", "cpu", "--model_args", '{"relaxation": "ensemble:7"}']
+    answer = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DIVERSED_DEBUG": ""})
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    assert answer.stderr.splitlines()[-1].startswith("diversed.export.lm_eval: relaxation 'ensemble:7': weight must")
