@@ -146,7 +146,7 @@ def check_statistics(completion: Completion, request: Request, engine: Engine) -
     assert c.target_calls - 1 <= extra <= c.target_calls, f"{extra} extra tokens of {c.target_calls} steps"
     assert c.accepted == sum(c.accepted_by_depth) <= c.drafted
     assert all(a <= d for a, d in zip(c.accepted_by_depth, c.drafted_by_depth, strict=True))
-    assert c.draft_calls == c.target_calls * engine.drafted_depths
+    assert c.draft_calls == c.target_calls * (engine.depth + engine.leaf)
     assert math.isfinite(c.substitutions) and 0 <= c.substitutions <= len(c.tokens)
     assert 0 <= c.weight_count <= len(c.tokens) and 0 <= c.weight_sum <= c.weight_count
 

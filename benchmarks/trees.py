@@ -201,22 +201,23 @@ class _Case:
 
     def decode(self, request: Request, clock, keep: bool) -> None:
         """Decode one text; the prefill and the first step are not counted."""
-        ends, counts, chosen, remembered = [], [], [], []
+        ends, counts, looked, chosen, remembered = [], [], [], [], []
         selector = self.engine.selector
+        selector.look = _watched(selector.look, looked, clock)
         selector.choose = _watched(selector.choose, chosen, clock)
         selector.remember = _watched(selector.remember, remembered, clock)
         (done,) = self.engine.run(
             {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
         ).values()
-        del selector.choose, selector.remember
+        del selector.look, selector.choose, selector.remember
         if len(ends) < 2 or not keep:
             return
         self.tokens.append(sum(counts[1:]))
         self.calls.append(len(ends) - 1)
         self.seconds.append(ends[-1] - ends[0])
         self.context.append(len(request.tokens) + len(done.tokens) / 2)
-        self.grown.append(Counter([shape for (shape, _), _ in chosen[1:]] or [0] * (len(ends) - 1)))
-        self.choosing += sum(taken for _, taken in chosen[1:] + remembered[1:])
+        self.grown.append(Counter([shape for shape, _ in chosen[1:]] or [0] * (len(ends) - 1)))
+        self.choosing += sum(taken for _, taken in looked[1:] + chosen[1:] + remembered[1:])
 
     def predicted(self, costs: Latencies) -> list[float]:
         """Seconds of every text if its steps took what latencies say of their shapes at its mean context."""

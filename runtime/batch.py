@@ -123,8 +123,8 @@ class Batch:
         tree = DraftTree(tokens, self.shape.parents, draft, target)
         weight = None
         if engine.gate:
-            hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.hidden else None
-            weight = engine.gate(draft, target, hidden if engine.gate.needs_hidden else None)
+            hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.gate.needs_hidden else None
+            weight = engine.gate(draft, target, hidden)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
         if self.serial:
             verdict = chain_verdict(engine.law, relaxed, coins[:, :2])
@@ -141,8 +141,8 @@ class Batch:
             spent = [done[i].substitutions for i in self.indices]
             self.spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         if len(engine.shapes) > 1:
-            path, accepted = self._path(verdict), self._accepted(verdict)
-            self.before = engine.selector.remember(tree, target_hidden, path, accepted)
+            paths = self.shape.paths.to(self.device)
+            self.before = engine.selector.remember(tree, target_hidden, verdict.node, paths)
         if not self.even:
             self._compact(verdict)
         self._advance(blocks)
@@ -188,9 +188,9 @@ class Batch:
         hidden = out.hidden.to(self.device) if engine.hidden else None
         paths = None
         if len(engine.shapes) > 1:
-            known = Known(self.before, rows, hidden, self.length, self.lengths, self.active)
-            chosen, paths = engine.selector.choose(known)
-            self.shape = engine.shapes[chosen]
+            numbers = engine.selector.look(Known(self.before, rows, hidden, self.length))
+            self.shape = engine.shapes[engine.selector.choose(numbers.tolist(), self.active)]
+            paths = numbers[:, 0] if engine.selector.by_request else None
             self.serial = serves(engine.law, self.shape.parents, self.device)
         return (rows[:, -1:], hidden[:, -1:] if engine.hidden else None), paths
 

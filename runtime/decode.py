@@ -18,7 +18,7 @@ from .batch import Batch
 from .completion import Completion, Request, check_stop
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .gate import load_gate
-from .graphs import StaticBatch, StaticStep, obstacle
+from .graphs import StaticBatch, StaticState, obstacle
 from .limits import SEEDS, within
 from .model import Pair
 from .sampling import Sampling
@@ -144,8 +144,7 @@ class Engine:
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden) or self.selector.looks_back
         self.leaf = int(relax_leaf and self.depth > 0)
-        self.drafted_depths = self.shape.depth + self.leaf
-        self.steps: dict[tuple, StaticStep] = {}  # of graphs.py, the last used last
+        self.steps: dict[tuple, StaticState] = {}  # of graphs.py, the last used last
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
         self.compiled = compile
         if compile and (reason := obstacle(self)):

@@ -14,6 +14,10 @@ that are not finite stands still too and is named when its step is read.
 graph 1, the draft: random numbers, one call of the draft a depth, children.
 graph 2, the target: one call on the tree, weights, verification, commit, and what the host will read.
 
+Where a selector has several shapes, each that is chosen has such a step, and all share the state of the rows and their
+caches. What the choice reads is computed at the end of the step before, from the draft at the new root, which the next
+tree then begins with. So the host reads a step before it launches the next one, and nothing is one step late.
+
 Shapes that never change can also be compiled: an engine that is `compiled` has both stages made into one program each
 by torch.compile before they are captured, and the whole step into a single one on a CPU, where a program of this size
 takes as long to be entered as a tenth of it to run.
@@ -38,10 +42,12 @@ from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.methods import METHODS
 from ..verifier.relax import relax, substitutions
 from .batch import Batch, not_finite
+from .cache import PackedCache
 from .completion import Completion
 from .drafting import Topology, children
 from .model import Model, Output
 from .sampling import Sampling, probabilities
+from .selector import Known
 from .uniforms import uniforms
 
 if TYPE_CHECKING:
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
 BUCKET = 256  # capacities are multiples of so many slots, so that few graphs serve texts of all lengths
 KEPT = 2  # steps that an engine keeps; each has caches of its own
+ROOT = Topology("chain", (-1,), (0, 1))
 STATE = ("length", "seed", "spent", "limit", "recent")
 
 
@@ -62,8 +69,6 @@ def obstacle(engine: Engine) -> str:
             return f"layers of {model.name} see a window of tokens"
     if pair.target.device != pair.draft.device:
         return "the two models are on different devices"
-    if len(engine.shapes) > 1:
-        return "the tree is chosen before each step"
     if engine.law not in (method.unchecked for method in METHODS.values()):
         return "a method of your own may wait for the device"
     if engine.gate and engine.gate.checked:
@@ -72,13 +77,16 @@ def obstacle(engine: Engine) -> str:
 
 
 class StaticBatch(Batch):
-    """A batch whose rows are decoded by the static step, and read one step late; it never changes its size."""
+    """A batch whose rows are decoded by static steps; it never changes its size.
+
+    A step of the only shape is read one step late, one that was chosen at once.
+    """
 
     def __init__(self, fresh: Batch):
         """Takes over the requests of `fresh`, prefilled and not decoded yet."""
         vars(self).update(vars(fresh))
         self.pending: tuple[_Read, list[int]] | None = None  # a step under way, and the request of each of its rows
-        self.static = _step(self.engine, len(self.indices), self.capacity())
+        self.static = _state(self.engine, len(self.indices), self.capacity())
         self._load(list(range(len(self.indices))), fresh)
         del self.target_cache, self.draft_cache
 
@@ -88,7 +96,7 @@ class StaticBatch(Batch):
     def replace(self, rows: list[int], fresh: Batch) -> None:
         self._rename(rows, fresh)
         if (capacity := self.capacity()) > self.static.capacity:
-            before, self.static = self.static, _step(self.engine, len(self.indices), capacity)
+            before, self.static = self.static, _state(self.engine, len(self.indices), capacity)
             self.static.load(list(range(len(self.indices))), before, before.capacity)
         self._load(rows, fresh)
 
@@ -96,10 +104,18 @@ class StaticBatch(Batch):
         ends = [len(request.tokens) - 1 + request.new_tokens for request in fresh.requests]
         fresh.limit = torch.tensor(ends, device=self.device)
         self.static.load(rows, fresh, fresh.prefilled)
+        if self.static.root:
+            self.numbers = self.static.numbers.tolist()
 
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
-        """Launch one block for every row; then read, record and return those of the step before."""
-        before, self.pending = self.pending, (self.static(), list(self.indices))
+        """Launch one block for every row; then read, record and return those of the step before, or of this one where
+        the next choice waits for it.
+        """
+        if self.static.root:
+            chosen = self.engine.selector.choose(self.numbers, self.active)
+            self.shape = self.engine.shapes[chosen]
+            return self._read(done, self.static.step(chosen)(), self.indices)
+        before, self.pending = self.pending, (self.static.step(0)(), list(self.indices))
         return self._read(done, *before) if before else [[] for _ in self.indices]
 
     def _read(self, done: dict[int, Completion], found: _Read, launched: list[int]) -> list[list[int]]:
@@ -107,7 +123,7 @@ class StaticBatch(Batch):
         for row in begun:  # its request came after this step was launched
             self.active[row] = False
         depth, nodes = self.shape.depth + 1, self.shape.nodes
-        tokens, blocks, cost, share = [], [], [], []
+        tokens, blocks, cost, share, self.numbers = [], [], [], [], []
         for row, (fault, node, extra, *rest) in enumerate(found.wait()):
             if fault and self.active[row]:
                 self.engine.steps.clear()  # their caches hold what is not finite
@@ -116,31 +132,33 @@ class StaticBatch(Batch):
             path = self.shape.path_lists[int(node)]
             blocks.append([*(tokens[-1][node] for node in path), int(extra)])
             cost.append(rest[nodes : nodes + depth])
-            share.append(rest[nodes + depth :])
+            share.append(rest[nodes + depth : nodes + 2 * depth])
+            self.numbers.append(rest[nodes + 2 * depth :])
         emitted = self._record(done, tokens, blocks, cost, share)
         for row in begun:
             self.active[row] = True
         return emitted
 
 
-def _step(engine: Engine, size: int, capacity: int) -> StaticStep:
-    """The engine's step for `size` rows and at least `capacity` slots, a new one where it has none."""
+def _state(engine: Engine, size: int, capacity: int) -> StaticState:
+    """The engine's steps for `size` rows and at least `capacity` slots, new ones where it has none."""
     capacity = -(-capacity // BUCKET) * BUCKET
     # a module that was moved or cast has other weights than those a graph reads
     models = engine.pair.target, engine.pair.draft
     weights = tuple(model.module.get_input_embeddings().weight.data_ptr() for model in models)
     key = size, capacity, *weights
-    step = engine.steps.pop(key, None) or StaticStep(engine, size, capacity)
-    engine.steps[key] = step
+    state = engine.steps.pop(key, None) or StaticState(engine, size, capacity)
+    engine.steps[key] = state
     for old in list(engine.steps)[:-KEPT]:
-        del engine.steps[old]
-    return step
+        engine.steps.pop(old).steps.clear()  # which know it: its caches are free at once
+    return state
 
 
 @dataclass
 class _Read:
-    """What the host reads of a step, [B, 3 + N + 2 (L + 1)] float64: 0 if the row is sound, 1 or 2 if draft or target
-    are not; stopping node, extra token; tokens of all nodes; substitutions and share of the draft along the path.
+    """What the host reads of a step, [B, 3 + N + 2 (L + 1) + X] float64: 0 if the row is sound, 1 or 2 if draft or
+    target are not; stopping node, extra token; tokens of all nodes; substitutions and share of the draft along the
+    path; the numbers of `StaticState`.
     """
 
     values: Tensor
@@ -172,35 +190,94 @@ class _Drafted:
     fault: Tensor
 
 
-class StaticStep:
-    """The step of one engine for `size` rows and `capacity` slots; rows stand still until `load` gives them a request.
+class StaticState:
+    """`size` rows between two steps, their caches of `capacity` slots, and the steps that advance them.
 
-    length [B], recent [B, 2], seed [B], spent [B] float64: as in `Batch`.
-    limit [B]: the length from which on a row stands still.
-    coins: random numbers of a row, two for the verdict and those of the children.
-    kernel: of the method, None where its law verifies; `kernels` chooses, by default a kernel runs where it can.
-    by_rows: whether rows of probabilities are kept, for the law, the gate, or a filter's cut.
-    stages: what draws the tree and what verifies it, or both at once, by the name that their time is kept under.
+    length [B], recent [B, 2], seed [B], spent [B] float64, before: as in `Batch`.
+    limit [B]: the length from which on a row stands still; all do until `load` gives them a request.
+    steps: by shape, made when the shape is first chosen.
+
+    Where there are several shapes:
+    root: the draft's logits [B, 1, V] and hidden states [B, 1, H] at the root, else None.
+    numbers: [B, X] what the next choice reads.
     """
 
-    def __init__(self, engine: Engine, size: int, capacity: int, kernels: bool | None = None):
-        self.engine, self.shape, self.capacity = engine, engine.shape, capacity
-        pair, shape, self.device = engine.pair, engine.shape, engine.pair.target.device
+    def __init__(self, engine: Engine, size: int, capacity: int):
+        self.engine, self.capacity, pair = engine, capacity, engine.pair
+        self.device, self.steps = pair.target.device, {}
         self.length, self.seed, self.limit = torch.zeros(3, size, dtype=torch.long, device=self.device)
         self.recent = torch.zeros(size, 2, dtype=torch.long, device=self.device)
         self.spent = torch.zeros(size, dtype=torch.float64, device=self.device)
+        self.before = engine.selector.nothing(size, pair, self.device)
+        self.target_cache, self.draft_cache = (model.cache(capacity) for model in (pair.target, pair.draft))
+        self.draft = _Side(pair.draft, self.draft_cache, ROOT, size)
+        for side in [_Side(pair.target, self.target_cache, ROOT, size)] + [self.draft] * (engine.depth > 0):
+            side(self.recent, self.length, -1)  # which allocates its cache
+        self.root, self.numbers = None, torch.zeros(size, 0, device=self.device)
+        if len(engine.shapes) > 1:
+            self.root, self.numbers = self._seen()
+
+    def step(self, index: int) -> StaticStep:
+        """The step of the shape with this index."""
+        if index not in self.steps:
+            self.steps[index] = StaticStep(self, self.engine.shapes[index])
+        return self.steps[index]
+
+    def load(self, rows: list[int], source: Batch | StaticState, filled: int) -> None:
+        """Put the rows of `source`, of whose caches `filled` slots are written, in the place of these rows."""
+        index = torch.tensor(rows, device=self.device)
+        for name in STATE:
+            getattr(self, name).index_copy_(0, index, getattr(source, name))
+        for here, new in zip(self.before, source.before, strict=True):
+            here.index_copy_(0, index, new)
+        self.target_cache.replace(index, source.target_cache, filled)
+        self.draft_cache.replace(index, source.draft_cache, filled)
+        if self.root:
+            self.look()
+
+    def look(self) -> None:
+        """Run the draft on the root and the token before it, for the choice and for the tree that is chosen."""
+        root, numbers = self._seen()
+        self.root.logits.copy_(root.logits)
+        self.root.hidden.copy_(root.hidden)
+        self.numbers.copy_(numbers)
+
+    def _seen(self) -> tuple[Output, Tensor]:
+        """`root` and `numbers` as they now are."""
+        selector, kept = self.engine.selector, slice(-1 - self.engine.selector.looks_back, None)
+        out = self.draft(self.recent, self.length, -1)
+        rows = probabilities(out.logits[:, kept], self.engine.sampling)
+        numbers = selector.look(Known(self.before, rows, out.hidden[:, kept], self.length))
+        return Output(out.logits[:, -1:].clone(), out.hidden[:, -1:].clone()), numbers
+
+
+class StaticStep:
+    """The step of one shape for the rows of a state.
+
+    coins: random numbers of a row, two for the verdict and those of the children.
+    drafted_depths: depths on which the draft is run.
+    kernel: of the method, None where its law verifies; `kernels` chooses, by default a kernel runs where it can.
+    by_rows: whether rows of probabilities are kept, for the law, the gate, a filter's cut, or the next choice.
+    stages: what draws the tree and what verifies it, or both at once, by the name that their time is kept under.
+    """
+
+    def __init__(self, state: StaticState, shape: Topology, kernels: bool | None = None):
+        self.state, self.shape, self.engine, self.device = state, shape, state.engine, state.device
+        engine, pair, size = state.engine, state.engine.pair, len(state.length)
         self.depths, self.paths, self.lanes = (x.to(self.device) for x in (shape.depths, shape.paths, shape.lanes))
         self.constant = engine.relaxation.constant
-        self.coins = 3 + int(shape.lanes.max())
-        self.kernel = _kernel(engine, kernels)
-        self.by_rows = bool(not self.kernel or engine.gate or _filtered(engine.sampling))
-        self.target, self.draft = (_Side(model, shape, size, capacity) for model in (pair.target, pair.draft))
-        self.target_cache, self.draft_cache = self.target.cache, self.draft.cache
-        cuda, width = self.device.type == "cuda", 3 + shape.nodes + 2 * (shape.depth + 1)
+        self.coins, self.drafted_depths = 3 + int(shape.lanes.max()), shape.depth + engine.leaf
+        self.kernel = _kernel(engine, shape, kernels)
+        self.by_rows = bool(not self.kernel or engine.gate or _filtered(engine.sampling) or state.root)
+        self.target = _Side(pair.target, state.target_cache, shape, size)
+        self.draft = _Side(pair.draft, state.draft_cache, shape, size)
+        cuda, width = self.device.type == "cuda", 3 + shape.nodes + 2 * (shape.depth + 1) + state.numbers.shape[1]
         self.found = torch.zeros(size, width, dtype=torch.float64, device=self.device)
         host = [torch.zeros(size, width, dtype=torch.float64, pin_memory=cuda) for _ in range(2)]
         self.reads = [_Read(values, torch.cuda.Event() if cuda else None) for values in host]
-        with torch.cuda.device_of(self.length):
+        limit = state.limit.clone()
+        with torch.cuda.device_of(limit):
+            state.limit.zero_()
             self.stages = {"draft": self.draw_tree, "target": self.verify}
             self._warm()
             if engine.compiled:
@@ -209,18 +286,11 @@ class StaticStep:
                 self._warm()
             if cuda:
                 self._capture()
-
-    def load(self, rows: list[int], source: Batch | StaticStep, filled: int) -> None:
-        """Put the rows of `source`, of whose caches `filled` slots are written, in the place of these rows."""
-        index = torch.tensor(rows, device=self.device)
-        for name in STATE:
-            getattr(self, name).index_copy_(0, index, getattr(source, name))
-        self.target_cache.replace(index, source.target_cache, filled)
-        self.draft_cache.replace(index, source.draft_cache, filled)
+            state.limit.copy_(limit)
 
     def __call__(self) -> _Read:
         """Launch one step."""
-        with torch.cuda.device_of(self.length):
+        with torch.cuda.device_of(self.found):
             for stage, work in self.stages.items():
                 work()
                 self.engine.lap(stage)
@@ -254,43 +324,51 @@ class StaticStep:
 
     def draw_tree(self) -> None:
         """Stage 1: draw the tree of every row."""
-        engine, shape, size = self.engine, self.shape, len(self.length)
-        coins = uniforms(self.seed, self.length + 1, self.coins)
-        tokens, logits, rows, hidden = self.recent[:, 1:], [], [], []
-        for depth in range(engine.drafted_depths):
+        engine, shape, state = self.engine, self.shape, self.state
+        coins = uniforms(state.seed, state.length + 1, self.coins)
+        tokens, logits, rows, hidden = state.recent[:, 1:], [], [], []
+        for depth in range(self.drafted_depths):
             first, last = shape.levels[depth : depth + 2]
             here = tokens[:, first:last]
-            out = self.draft(here, self.length, first) if depth else self.draft(self.recent, self.length, -1)
+            if depth:
+                out = self.draft(here, state.length, first)
+            else:
+                out = state.root or self.draft(state.recent, state.length, -1)
             logits.append(out.logits[:, first - last :])
             hidden.append(out.hidden[:, first - last :].float())
             present = (here >= 0).unsqueeze(-1)
             rows.append(probabilities(logits[-1], engine.sampling) * present)
             if depth < shape.depth:
                 below, end = shape.levels[depth + 1 : depth + 3]
-                coin = coins[:, 2:].index_select(1, self.lanes[below:end]).view(size, last - first, -1)
+                coin = coins[:, 2:].index_select(1, self.lanes[below:end]).view(len(here), last - first, -1)
                 drawn = children(shape.drafting, rows[-1], coin.shape[-1], coin)
-                tokens = torch.cat([tokens, torch.where(present, drawn, -1).flatten(1)], 1)
-        faults = torch.stack([level[..., 0].isnan().any(1) for level in rows] or [self.length < 0])
+                drawn = torch.where(present, drawn, -1).flatten(1)
+                if engine.selector.by_request and depth == engine.trunk:
+                    path = torch.arange(drawn.shape[1], device=self.device)
+                    drawn = torch.where(path < state.numbers[:, :1], drawn, -1)
+                tokens = torch.cat([tokens, drawn], 1)
+        faults = torch.stack([level[..., 0].isnan().any(1) for level in rows] or [state.length < 0])
         self.drafted = _Drafted(
             tokens, coins, torch.cat(logits, 1) if self.kernel else None,
             self._padded(rows, engine.pair.vocab) if self.by_rows else None,
-            self._padded(hidden, engine.pair.draft.hidden_size) if engine.hidden else None, faults.any(0),
+            self._padded(hidden, engine.pair.draft.hidden_size) if engine.gate and engine.gate.needs_hidden else None,
+            faults.any(0),
         )  # fmt: skip
 
     def _padded(self, levels: list[Tensor], width: int) -> Tensor:
         """[B, N, width] of the levels [B, P, width] where the draft was run, 0 at the other nodes."""
         rest = self.shape.nodes - sum(level.shape[1] for level in levels)
-        return torch.cat([*levels, torch.zeros(len(self.length), rest, width, device=self.device)], 1)
+        return torch.cat([*levels, torch.zeros(len(self.found), rest, width, device=self.device)], 1)
 
     def verify(self) -> None:
         """Stage 2: run the target on the tree, verify, commit."""
         engine, tree = self.engine, self.drafted
-        out = self.target(tree.tokens, self.length, 0)
+        out = self.target(tree.tokens, self.state.length, 0)
         target = probabilities(out.logits, engine.sampling) if self.by_rows else None
         constant = torch.nan if self.constant is None else self.constant
         weight = torch.full_like(tree.tokens, constant, dtype=torch.float32)
         if engine.gate:
-            hidden = torch.cat([tree.hidden, out.hidden.float()], -1) if engine.hidden else None
+            hidden = torch.cat([tree.hidden, out.hidden.float()], -1) if engine.gate.needs_hidden else None
             weight = engine.gate(tree.rows, target, hidden)
         if self.kernel:
             verdict, cost = self._from_logits(out.logits, target, weight)
@@ -298,7 +376,12 @@ class StaticStep:
         else:
             verdict, cost = self._from_rows(target, weight)
             fault = target[..., 0].isnan().any(1)
-        self._commit(verdict, cost, self._share(weight, cost), torch.where(tree.fault, 1, torch.where(fault, 2, 0)))
+        fault = torch.where(tree.fault, 1, torch.where(fault, 2, 0))
+        verdict, before = Verdict(verdict.node.clamp_min(0), verdict.token), ()
+        if self.state.root:
+            read = DraftTree(tree.tokens, self.shape.parents, tree.rows, target)
+            before = engine.selector.remember(read, out.hidden.float(), verdict.node, self.paths)
+        self._commit(verdict, cost, self._share(weight, cost), fault, before)
 
     def _from_logits(self, logits: Tensor, target: Tensor | None, weight: Tensor) -> tuple[Verdict, Tensor]:
         """Verdict and substitutions [B, N] of the method's kernel; nothing but what it read was computed for it."""
@@ -315,32 +398,37 @@ class StaticStep:
         """Verdict and substitutions [B, N] of the method's law."""
         engine, drafted = self.engine, self.drafted
         tree = DraftTree(drafted.tokens, self.shape.parents, drafted.rows, target)
-        relaxed = relax(tree, engine.relaxation, weight if engine.gate else None, spent=self.spent)
+        relaxed = relax(tree, engine.relaxation, weight if engine.gate else None, spent=self.state.spent)
         return draw(engine.law(relaxed), drafted.coins[:, :2]), substitutions(tree, relaxed)
 
     def _share(self, weight: Tensor, cost: Tensor) -> Tensor:
         """[B, N] the draft's share at each node, as `Batch` has it."""
         if self.engine.relaxation.budget is not None:
             weight = torch.where(cost > 0, weight, 0)
-        ran = (self.drafted.tokens >= 0) & (self.depths < self.engine.drafted_depths)
+        ran = (self.drafted.tokens >= 0) & (self.depths < self.drafted_depths)
         return torch.where(ran, weight.float(), torch.nan)
 
-    def _commit(self, verdict: Verdict, cost: Tensor, share: Tensor, fault: Tensor) -> None:
-        """Write what the host will read, move the caches, and advance every row that does not stand still."""
-        tokens, node = self.drafted.tokens, verdict.node.clamp_min(0)
+    def _commit(self, verdict: Verdict, cost: Tensor, share: Tensor, fault: Tensor, before: tuple[Tensor, ...]) -> None:
+        """Move the caches, advance every row that does not stand still, and write what the host will read."""
+        tokens, node, state = self.drafted.tokens, verdict.node, self.state
         path, accepted = self.paths[node], self.depths[node]
         cost, share = cost.double().gather(1, path), share.double().gather(1, path)
-        verdicts = torch.stack([fault, node, verdict.token], 1)
-        self.found.copy_(torch.cat([verdicts.double(), tokens.double(), cost, share], 1))
         if not self.shape.chain:
-            self.target.keep(self.length, path, accepted)
-            self.draft.keep(self.length, path, accepted.clamp_max(self.engine.drafted_depths - 1))
-        moving = (self.length < self.limit) & (fault == 0)
+            self.target.keep(state.length, path, accepted)
+            self.draft.keep(state.length, path, accepted.clamp_max(self.drafted_depths - 1))
+        moving = (state.length < state.limit) & (fault == 0)
         recent = torch.stack([tokens.gather(1, node.unsqueeze(1)).squeeze(1), verdict.token], 1)
-        self.recent.copy_(torch.where(moving.unsqueeze(1), recent, self.recent))
+        state.recent.copy_(torch.where(moving.unsqueeze(1), recent, state.recent))
         paid = moving.unsqueeze(1) & (torch.arange(path.shape[1], device=self.device) <= accepted.unsqueeze(1))
-        self.spent += torch.where(paid, cost, 0).sum(1)
-        self.length += torch.where(moving, 1 + accepted, 0)
+        state.spent.add_(torch.where(paid, cost, 0).sum(1))
+        state.length.add_(torch.where(moving, 1 + accepted, 0))
+        for old, new in zip(state.before, before, strict=True):
+            old.copy_(torch.where(moving.view(-1, *[1] * (new.ndim - 1)), new, old))
+        if state.root:
+            state.look()
+        verdicts = torch.stack([fault, node, verdict.token], 1)
+        found = [verdicts.double(), tokens.double(), cost, share, state.numbers.double()]
+        self.found.copy_(torch.cat(found, 1))
 
 
 def _compiled(stage: Callable[[], None], cpp_wrapper: bool) -> Callable[[], None]:
@@ -378,10 +466,11 @@ class _Side:
     Node -1 is the token before the root.
     """
 
-    def __init__(self, model: Model, shape: Topology, size: int, capacity: int):
-        self.model, self.cache, device = model, model.cache(capacity), model.device
-        self.cache.positions = torch.zeros(size, capacity, dtype=torch.long, device=device)
-        self.slots, self.last = torch.arange(capacity, device=device), shape.nodes
+    def __init__(self, model: Model, cache: PackedCache, shape: Topology, size: int):
+        self.model, self.cache, device = model, cache, model.device
+        if cache.positions is None:
+            cache.positions = torch.zeros(size, cache.capacity, dtype=torch.long, device=device)
+        self.slots, self.last = torch.arange(cache.capacity, device=device), shape.nodes
         self.nodes = torch.arange(-1, shape.nodes, device=device)
         self.depths = pad(shape.depths, (1, 0), value=-1).to(device)
         # What node -1 and the nodes of the tree see: the committed tokens, each node of the tree, slots after it.
@@ -411,7 +500,7 @@ class _Side:
         self.cache.move(torch.where(step <= reach.unsqueeze(1), length.unsqueeze(1) + path[:, 1:], to), to)
 
 
-def _kernel(engine: Engine, wanted: bool | None) -> Callable | None:
+def _kernel(engine: Engine, shape: Topology, wanted: bool | None) -> Callable | None:
     """The method's kernel, None where the law must verify.
 
     A budget changes weights from node to node and other rules are no blends: both need rows. Kernels do not merge equal
@@ -421,7 +510,7 @@ def _kernel(engine: Engine, wanted: bool | None) -> Callable | None:
     blend = rule.budget is None and rule.blend == "probabilities" and (engine.gate or rule.constant is not None)
     if wanted is None:
         wanted = (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and find_spec("triton") is not None
-    fits = blend and engine.shape.depth and engine.shape.drafting != "paths" and engine.pair.target.dtype.itemsize < 8
+    fits = blend and shape.depth and shape.drafting != "paths" and engine.pair.target.dtype.itemsize < 8
     return engine.kernel if wanted and fits else None
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm, pad
 
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
@@ -88,25 +88,23 @@ class Known:
     before: what the selector's `remember` kept of the step before, zeros for a request that had none.
     rows:   [B, W, V] the draft's rows, the root's last; W is 2 where the selector looks back, else 1.
     hidden: [B, W, H] the draft's hidden states there, where the selector looks back.
-    length: [B] int64 committed tokens before the root; lengths: the same as a list.
-    active: for each request whether it is still being decoded.
+    length: [B] int64 committed tokens before the root.
     """
 
     before: tuple[Tensor, ...]
     rows: Tensor
     hidden: Tensor | None
     length: Tensor
-    lengths: list[int]
-    active: list[bool]
 
 
 class Selector:
     """shapes: the trees it chooses from, as topologies.
 
     looks_back: it needs hidden states of both models, and the draft at the token before the root.
+    by_request: the first number that a request's choice reads is how many of the tree's paths it wants.
     """
 
-    looks_back = False
+    looks_back = by_request = False
 
     def __init__(self, shapes: list[Topology]):
         self.shapes = shapes
@@ -115,32 +113,44 @@ class Selector:
         """`before` of requests that had no step yet."""
         return ()
 
-    def remember(self, tree: DraftTree, hidden: Tensor | None, path: Tensor, accepted: Tensor) -> tuple[Tensor, ...]:
-        """What the next choice needs of this step.
+    def remember(self, tree: DraftTree, hidden: Tensor | None, node: Tensor, paths: Tensor) -> tuple[Tensor, ...]:
+        """What the next choice needs of this step, in the shapes of `nothing`.
 
-        hidden: [B, N, H_target]; path: [B, L + 1] nodes to the stopping node, which is repeated; accepted: [B].
+        hidden: [B, N, H_target]; node: [B] where each row stopped; paths: [N, L + 1] of the tree, see `Topology`.
         """
         return ()
 
-    def choose(self, known: Known) -> tuple[int, Tensor | None]:
-        """Index of the shape that the batch grows, and how many of its paths [B] each request wants (None: all)."""
+    def look(self, known: Known) -> Tensor:
+        """[B, X] the numbers that a choice reads of every request; computed without the host, as a graph needs it."""
+        raise NotImplementedError
+
+    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+        """Index of the shape that the batch grows.
+
+        numbers: of `look`; active: for each request whether it is still being decoded.
+        """
         raise NotImplementedError
 
 
 class PathsSelector(Selector):
     """GBV's number of paths from the rows of the block before (ALGORITHMS 5); shape i has i + 1 paths."""
 
+    by_request = True
+
     def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(2, size, 1, pair.vocab, device=device))
+        return tuple(torch.zeros(2, size, self.shapes[0].depth + 1, pair.vocab, device=device))
 
-    def remember(self, tree, hidden, path, accepted) -> tuple[Tensor, ...]:
-        on_path = torch.arange(path.shape[1], device=path.device) <= accepted.unsqueeze(1)
+    def remember(self, tree, hidden, node, paths) -> tuple[Tensor, ...]:
+        path = paths[node]
+        again = pad(path[:, 1:] == path[:, :-1], (1, 0), value=False)  # the stopping node is repeated
         at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
-        return tree.target.gather(1, at), tree.draft.gather(1, at) * on_path.unsqueeze(-1)
+        return tree.target.gather(1, at), tree.draft.gather(1, at).masked_fill(again.unsqueeze(-1), 0)
 
-    def choose(self, known: Known) -> tuple[int, Tensor | None]:
-        paths = choose_paths(*known.before, known.rows[:, -1], len(self.shapes))
-        return int(paths.max()) - 1, paths
+    def look(self, known: Known) -> Tensor:
+        return choose_paths(*known.before, known.rows[:, -1], len(self.shapes)).unsqueeze(1)
+
+    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+        return int(max(paths for (paths,), one in zip(numbers, active, strict=True) if one)) - 1
 
 
 class EntropySelector(Selector):
@@ -150,10 +160,12 @@ class EntropySelector(Selector):
         super().__init__(shapes)
         self.threshold = threshold
 
-    def choose(self, known: Known) -> tuple[int, Tensor | None]:
-        entropy = -torch.special.xlogy(known.rows[:, -1], known.rows[:, -1]).sum(-1)
-        wanted = [one for one, active in zip(entropy.tolist(), known.active, strict=True) if active]
-        return int(sum(wanted) > self.threshold * len(wanted)), None
+    def look(self, known: Known) -> Tensor:
+        return -torch.special.xlogy(known.rows[:, -1], known.rows[:, -1]).sum(-1, keepdim=True)
+
+    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+        wanted = [entropy for (entropy,), one in zip(numbers, active, strict=True) if one]
+        return int(sum(wanted) > self.threshold * len(wanted))
 
 
 def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
@@ -161,9 +173,15 @@ def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
 
     target, draft: [B, V] rows at the token before the root; root: [B, V] the draft's row at the root.
     """
+    sums = row_sums(target, draft, root)
+    return torch.cat([sums[:, :9] @ _SUMS.to(sums), sums[:, 9:]], 1)
+
+
+def row_sums(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
+    """[B, 10] of the same rows the sums of row i times log row j, then the distance |target - draft|."""
     rows = torch.stack([target, draft, root], 1)
-    products = torch.bmm(rows, rows.clamp_min(1e-9).log_().transpose(1, 2)).flatten(1)  # sums of row i times log row j
-    return torch.cat([products @ _SUMS.to(rows), (target - draft).abs().sum(-1, keepdim=True)], 1)
+    products = torch.bmm(rows, rows.clamp_min(1e-9).log_().transpose(1, 2)).flatten(1)
+    return torch.cat([products, (target - draft).abs_().sum(-1, keepdim=True)], 1)
 
 
 # [9, 5] from those sums to three entropies and two divergences
@@ -208,40 +226,45 @@ class ShapeNetwork(nn.Module):
         parts = [norm(side(x)) for side, norm, x in zip(self.sides, self.norms, hidden, strict=True)]
         return self.net(torch.cat([*parts, (scalars - self.mean) / self.std], -1))
 
-    def folded(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The same function of all inputs side by side [B, H + 11], in numpy: a third of the time of torch on a CPU.
+    def folded(self, facts: list[list[float]]) -> Folded:
+        """The same function in fewer operations, for the facts that the last five of SCALARS are one row of.
 
-        LayerNorm's mean is taken out of the weights before it, its scale and the standardising go into those after it.
+        The norms' scales and the standardising go into the weights that follow, sums of rows into scalars too.
         """
-        arrays = {name: tensor.detach().cpu().double().numpy() for name, tensor in self.state_dict().items()}
-        names = [f"sides.{side}" for side in range(3)]
-        ends = np.cumsum([arrays[f"{name}.weight"].shape[1] for name in names])
-        sides = [_layer(arrays, name) for name in names]
-        sides = [(weight - weight.mean(1, keepdims=True), bias - bias.mean()) for weight, bias in sides]
-        norms = [np.concatenate([arrays[f"norms.{side}.{part}"] for side in range(3)]) for part in ("weight", "bias")]
-        (first, offset), *rest = (_layer(arrays, f"net.{layer}") for layer in (0, 3, 6))
-        shift = np.concatenate([norms[1], -arrays["mean"] / arrays["std"]])
-        offset = offset + shift @ first
-        first = first * np.concatenate([norms[0], 1 / arrays["std"]])[:, None]
-        epsilon = self.norms[0].eps
-        single = [[part.astype(np.float32) for part in layer] for layer in (*sides, (first, offset), *rest)]
-
-        def logits(inputs: np.ndarray) -> np.ndarray:
-            *parts, scalars = np.split(inputs, ends, 1)
-            seen = [x @ weight + bias for x, (weight, bias) in zip(parts, single, strict=False)]
-            seen = [x / np.sqrt((x * x).mean(1, keepdims=True) + epsilon) for x in seen]
-            x = np.concatenate([*seen, scalars], 1)
-            for weight, bias in single[3:5]:
-                x = x @ weight + bias
-                x = 0.5 * x * (1 + np.tanh(0.7978845608 * x * (1 + 0.044715 * x * x)))
-            return x @ single[5][0] + single[5][1]
-
-        return logits
+        linear = [*self.sides, *(layer for layer in self.net if isinstance(layer, nn.Linear))]
+        layers = [(layer.weight.T.double(), layer.bias.double()) for layer in linear]
+        scale = torch.cat([*(norm.weight for norm in self.norms), 1 / self.std]).double()
+        shift = torch.cat([*(norm.bias for norm in self.norms), -self.mean / self.std]).double()
+        weight, bias = layers[3]
+        seen, scalars, distance, others = (weight * scale.unsqueeze(1)).split([3 * SIDE, 5, 1, 5])
+        offsets = bias + shift @ weight + torch.tensor(facts, dtype=torch.float64, device=bias.device) @ others
+        layers[3] = torch.cat([seen, _SUMS.to(seen) @ scalars, distance]), offsets
+        return Folded([[part.float().contiguous() for part in layer] for layer in layers], self.norms[0].eps)
 
 
-def _layer(arrays: dict[str, np.ndarray], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Weight [in, out] and bias of a linear layer."""
-    return arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]
+@dataclass(frozen=True)
+class Folded:
+    """`ShapeNetwork` for one setting.
+
+    layers:  weight [in, out] and bias of the three sides, then of the three layers; the bias of the first of these has
+             a row for every place in the list of facts.
+    epsilon: of the norms.
+    """
+
+    layers: list[list[Tensor]]
+    epsilon: float
+
+    def __call__(self, hidden: list[Tensor], sums: Tensor, place: Tensor) -> Tensor:
+        """Logits [B, A].
+
+        hidden: see `ShapeNetwork`; sums: [B, 10] of `row_sums`; place: [B] int64 in the list of facts.
+        """
+        *sides, (weight, offsets), second, third = self.layers
+        seen = torch.stack([torch.addmm(bias, x, side) for x, (side, bias) in zip(hidden, sides, strict=True)], 1)
+        seen = layer_norm(seen, (SIDE,), eps=self.epsilon).flatten(1)
+        x = gelu(torch.addmm(offsets.index_select(0, place), torch.cat([seen, sums], 1), weight), approximate="tanh")
+        x = gelu(torch.addmm(second[1], x, second[0]), approximate="tanh")
+        return torch.addmm(third[1], x, third[0])
 
 
 class LearnedSelector(Selector):
@@ -255,30 +278,34 @@ class LearnedSelector(Selector):
     def __init__(self, shapes: list[Topology], network: ShapeNetwork, base: int, facts: list[list[float]], step: int):
         """facts: the last five of SCALARS at contexts of 0, step, 2 step, ... tokens."""
         super().__init__(shapes)
-        self.logits, self.base, self.facts, self.step = network.folded(), base, facts, step
+        self.logits, self.base, self.last, self.step = network.folded(facts), base, len(facts) - 1, step
 
     def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
         """Rows and hidden states of the target before the root, and whether they are there."""
         return tuple(torch.zeros(size, width, device=device) for width in (pair.vocab, pair.target.hidden_size, 1))
 
-    def remember(self, tree, hidden, path, accepted) -> tuple[Tensor, ...]:
-        batch = torch.arange(len(path), device=path.device)
-        at = (slice(None), int(path[0, -1])) if len(path) == 1 else (batch, path[:, -1])
-        return tree.target[at], hidden[at], torch.ones_like(path[:, :1], dtype=torch.float32)
+    def remember(self, tree, hidden, node, paths) -> tuple[Tensor, ...]:
+        size, nodes = tree.tokens.shape
+        at = node + torch.arange(0, size * nodes, nodes, device=node.device)
+        target, hidden = (rows.flatten(0, 1).index_select(0, at) for rows in (tree.target, hidden))
+        return target, hidden, torch.ones_like(target[:, :1])
 
-    def choose(self, known: Known) -> tuple[int, Tensor | None]:
+    def look(self, known: Known) -> Tensor:
+        """Whether there was a step before, then the logits."""
         target, hidden, seen = known.before
-        voters = [row for row, (one,) in enumerate(seen.tolist()) if one and known.active[row]]
+        rows, states = known.rows, known.hidden.float()
+        sums = row_sums(target, rows[:, 0], rows[:, -1])
+        place = known.length.div(self.step, rounding_mode="floor").clamp_max(self.last)
+        return torch.cat([seen, self.logits([hidden, states[:, 0], states[:, -1]], sums, place)], 1)
+
+    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+        voters = [logits for (seen, *logits), one in zip(numbers, active, strict=True) if one and seen]
         if not voters:
-            return self.base, None
-        facts = [self.facts[min(length // self.step, len(self.facts) - 1)] for length in known.lengths]
-        scalars = row_scalars(target, known.rows[:, 0], known.rows[:, 1])
-        inputs = torch.cat([hidden, known.hidden.float().flatten(1), scalars], 1).cpu().numpy()
-        logits = self.logits(np.concatenate([inputs, np.array(facts, np.float32)], 1))
-        if len(logits) > 1:
-            shares = np.exp(logits[voters] - logits[voters].max(1, keepdims=True))
-            logits = (shares / shares.sum(1, keepdims=True)).mean(0)
-        return int(logits.argmax()), None
+            return self.base
+        if len(voters) == 1:
+            return max(range(len(voters[0])), key=voters[0].__getitem__)
+        shares = np.exp(np.array(voters) - np.max(voters, 1, keepdims=True))
+        return int((shares / shares.sum(1, keepdims=True)).mean(0).argmax())
 
 
 def facts_of(length: float, temperature: float, top_p: float, draft_ms: float, target_ms: float) -> list[float]:

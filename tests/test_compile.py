@@ -3,27 +3,40 @@
 import pytest
 import torch
 from diversed.runtime.decode import Engine
-from diversed.runtime.graphs import StaticStep
+from diversed.runtime.graphs import StaticState
 from diversed.verifier.methods import METHODS
 
 from .support.models import tiny_pair
-from .test_graphs import VOCAB, make_engine, requests, same
+from .test_graphs import VOCAB, choosing, make_engine, requests, same
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Programs are traced whole and run as traced, without a compiler: nothing in a step needs Python."""
+    compiled = torch.compile
+
+    def trace(stage, options, **keywords):
+        return compiled(stage, **keywords, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", trace)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_step_is_one_program(method, monkeypatch):
-    """Traced whole and run as traced, without a compiler: nothing in a step needs Python, and it computes the same."""
-    compiled = torch.compile
-
-    def traced(stage, options, **keywords):
-        return compiled(stage, **keywords, backend="aot_eager")
-
-    monkeypatch.setattr(torch, "compile", traced)
+def test_every_step_is_one_program(method, traced):
     pair = tiny_pair(VOCAB)
     engine, loop = (make_engine(pair, method, "learned;bias=0.7", draft_length=2) for _ in range(2))
     engine.compiled = True
     same(engine.run(requests(), 3), loop.run(requests(), 3))
     assert len(engine.steps) == 1 and not loop.steps
+
+
+@pytest.mark.parametrize("method, way", [("block", "entropy"), ("traversal", "network"), ("gbv", "auto")])
+def test_every_shape_that_is_chosen_is_one_program(method, way, traced, tmp_path):
+    engine, loop = (choosing(tmp_path, tiny_pair(VOCAB), method, way, "learned;bias=0.7") for _ in range(2))
+    engine.compiled = True
+    same(engine.run(requests(), 3), loop.run(requests(), 3))
+    (state,) = engine.steps.values()
+    assert len(state.steps) > 1 and all(list(step.stages) == ["step"] for step in state.steps.values())
 
 
 def test_a_compiled_step_gives_the_texts_and_statistics_of_the_loop(tmp_path, monkeypatch):
@@ -45,7 +58,7 @@ def test_a_step_that_cannot_be_compiled_says_why(monkeypatch):
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(ValueError, match="`compile` does not work here: No working C.. compiler .* install one"):
         with torch.no_grad():
-            StaticStep(Engine(tiny_pair(VOCAB), "token", compile=True), 1, 64)
+            StaticState(Engine(tiny_pair(VOCAB), "token", compile=True), 1, 64).step(0)
 
 
 def test_a_pair_without_static_steps_is_not_compiled(monkeypatch):

@@ -15,7 +15,7 @@ from diversed.runtime.batch import Batch
 from diversed.runtime.completion import Request
 from diversed.runtime.decode import Engine
 from diversed.runtime.gate import Gate
-from diversed.runtime.graphs import StaticBatch, StaticStep, obstacle
+from diversed.runtime.graphs import StaticBatch, StaticState, StaticStep, obstacle
 from diversed.runtime.model import load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from .support.models import module, tiny_pair, tokenizer
+from .test_selector import write_selector
 
 VOCAB = 11
 BLENDS = ["none", "ensemble:0.3", "learned;bias=0.7"]
@@ -96,6 +97,60 @@ def test_every_option_of_a_tree_is_honoured(case):
     method, options = OPTIONS[case]
     engine = make_engine(tiny_pair(VOCAB), method, "ensemble:0.3", **options)
     same(engine.run(requests(), 4, static=True), engine.run(requests(), 4))
+
+
+CHOSEN = [(method, way) for method in METHODS for way in ("entropy", "network")] + [("gbv", "auto")]
+
+
+def choosing(path: Path, pair, method: str, way: str, relaxation="none", device="cpu", **options) -> Engine:
+    """An engine whose selector has several shapes and grows more than one of them."""
+    shapes = "1,3" if METHODS[method].drafting == "chain" else "3,2x2+1"
+    branches = {"auto": "auto", "entropy": f"entropy:1.2,{shapes}"}.get(way) or write_selector(path, pair, method)
+    return make_engine(pair, method, relaxation, device, branches=branches, draft_length=2, **options)
+
+
+def grown(engine: Engine) -> list[int]:
+    """How many shapes each of the engine's states has a step for."""
+    return [len(state.steps) for state in engine.steps.values()]
+
+
+@pytest.mark.parametrize("method, way", CHOSEN)
+def test_a_tree_that_is_chosen_before_each_step_is_the_loops(tmp_path, method, way):
+    """One request at a time and three, that come and go; shapes that were not chosen have no step."""
+    engine = choosing(tmp_path, tiny_pair(VOCAB), method, way, "learned;bias=0.7")
+    for batch in (1, 3):
+        same(engine.run(requests(), batch, static=True), engine.run(requests(), batch))
+    assert all(1 < count <= len(engine.shapes) for count in grown(engine))
+
+
+@pytest.mark.parametrize("relaxation", ["none", "learned;budget=1", "lenient:0.5"])
+@pytest.mark.parametrize("way", ["auto", "network"])
+def test_a_chosen_tree_is_relaxed_as_the_loops(tmp_path, way, relaxation):
+    engine = choosing(tmp_path, tiny_pair(VOCAB), "gbv", way, relaxation, trunk=1)
+    same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
+
+
+@pytest.mark.parametrize("way", ["auto", "network"])
+def test_a_gate_is_not_shown_the_hidden_states_that_a_choice_needs(tmp_path, way):
+    engine = choosing(tmp_path, tiny_pair(VOCAB), "gbv", way, "learned")
+    engine.gate, shown = Gate(lambda draft, target, hidden: shown.append(hidden) or 0.9 * draft[..., 2]), []
+    engine.hidden = engine.selector.looks_back
+    same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
+    assert shown and all(hidden is None for hidden in shown)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.8, top_k=5, top_p=0.9)])
+@pytest.mark.parametrize("method, way", [("gbv", "auto"), ("univer", "network"), ("block", "entropy")])
+def test_a_tree_is_chosen_at_every_sampling(tmp_path, method, way, sampling):
+    engine = choosing(tmp_path, tiny_pair(VOCAB), method, way, "ensemble:0.3", sampling=sampling, relax_leaf=True)
+    same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
+
+
+def test_a_chosen_step_is_read_at_once():
+    given = []
+    engine = make_engine(tiny_pair(VOCAB), "gbv", branches="auto")
+    (done,) = engine.run({7: Request([2, 3], 0, 12)}, 1, lambda *news: given.append(news[1]), static=True).values()
+    assert sum(given, []) == done.tokens and len(given) == done.target_calls
 
 
 class Capturable(TorchDispatchMode):
@@ -167,7 +222,7 @@ def test_no_step_waits_for_the_host_or_depends_on_data(shadow, method, relaxatio
     assert obstacle(engine) == ""
     ways = {False, method in NAMES and relaxation in BLENDS}
     for wanted in ways:
-        step = StaticStep(engine, 3, 64, kernels=wanted)
+        step = StaticStep(StaticState(engine, 3, 64), engine.shape, kernels=wanted)
         assert bool(step.kernel) == wanted
         with Capturable() as mode, NoLists():
             step.draw_tree()
@@ -177,12 +232,33 @@ def test_no_step_waits_for_the_host_or_depends_on_data(shadow, method, relaxatio
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("method, way", CHOSEN)
+def test_no_chosen_step_waits(tmp_path, shadow, method, way):
+    """Neither do the numbers that the choice reads."""
+    relaxation = "ensemble:0.3"
+    if way == "network":  # whose weights cannot be read into a device without data
+        engine = choosing(tmp_path, tiny_pair(VOCAB), method, way, relaxation)
+        engine.pair, layers = shadow, engine.selector.logits.layers
+        layers[:] = [[part.to("meta") for part in layer] for layer in layers]
+    else:
+        engine = choosing(tmp_path, shadow, method, way, relaxation)
+    for wanted in {False, method in NAMES and METHODS[method].drafting != "paths"}:
+        state = StaticState(engine, 2, 64)
+        for shape in engine.shapes:
+            step = StaticStep(state, shape, kernels=wanted)
+            assert bool(step.kernel) == wanted
+            with Capturable(), NoLists():
+                step.draw_tree()
+                step.verify()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", OPTIONS)
 def test_no_option_makes_a_step_wait(shadow, case):
     method, options = OPTIONS[case]
     engine = make_engine(shadow, method, "ensemble:0.3", "meta", **options)
     for wanted in {False, method in NAMES and options.get("drafting") != "paths"}:
-        step = StaticStep(engine, 2, 64, kernels=wanted)
+        step = StaticStep(StaticState(engine, 2, 64), engine.shape, kernels=wanted)
         assert bool(step.kernel) == wanted
         with Capturable(), NoLists():
             step.draw_tree()
@@ -190,18 +266,19 @@ def test_no_option_makes_a_step_wait(shadow, case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["traversal", "gbv"])
-def test_what_is_computed_does_not_depend_on_the_texts(method):
+@pytest.mark.parametrize("method, branches", [("traversal", None), ("gbv", None), ("gbv", "auto")])
+def test_what_is_computed_does_not_depend_on_the_texts(method, branches):
     """The same operations on the same shapes for two batches and two steps of each, which accept different numbers."""
-    engine, noted, lengths = make_engine(tiny_pair(VOCAB), method, "ensemble:0.6;budget=2"), [], []
+    engine, noted, lengths = make_engine(tiny_pair(VOCAB), method, "ensemble:0.6;budget=2", branches=branches), [], []
     for drawn in (requests(3), requests(3, longest=3)):
-        static = StaticBatch(Batch(engine, drawn)).static
+        state = StaticBatch(Batch(engine, drawn)).static
+        step = state.step(len(engine.shapes) - 1)
         for _ in range(2):
             with Capturable() as mode, NoLists():
-                static.draw_tree()
-                static.verify()
+                step.draw_tree()
+                step.verify()
             noted.append(mode.seen)
-            lengths.append(static.length.tolist())
+            lengths.append(state.length.tolist())
     assert noted[0] == noted[1] == noted[2] == noted[3] and len(set(map(tuple, lengths))) == 4
 
 
@@ -215,8 +292,8 @@ def test_from_logits_the_kernels_give_the_same_texts(monkeypatch, method, relaxa
     kernels.quickened(monkeypatch)
     engine, drawn = make_engine(tiny_pair(VOCAB), method, relaxation, draft_length=2), requests(3, most=3)
     same(engine.run(drawn, 2, static=True), engine.run(drawn, 2))
-    (step,) = engine.steps.values()
-    assert step.kernel
+    (state,) = engine.steps.values()
+    assert state.step(0).kernel
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled on this machine")
@@ -255,7 +332,7 @@ def test_a_longer_request_takes_every_row_to_larger_caches(monkeypatch):
     engine = make_engine(tiny_pair(VOCAB), "univer", "ensemble:0.5")
     drawn = requests(6) | {99: Request([2, 3] * 45, 3, 20)} | {key + 100: each for key, each in requests(4).items()}
     same(engine.run(drawn, 3, static=True), engine.run(drawn, 3))
-    small, large = (step.capacity for step in engine.steps.values())
+    small, large = (state.capacity for state in engine.steps.values())
     assert small < large
     engine.run(drawn, 4, static=True)
     assert len(engine.steps) == graphs.KEPT
@@ -275,10 +352,11 @@ def test_tokens_are_handed_out_one_step_late_and_the_end_is_said_once():
 
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_logits_that_are_not_finite_are_refused_with_the_loops_sentence(which, static):
+@pytest.mark.parametrize("branches", [2, "auto", "entropy:1,2,2x1"])
+def test_logits_that_are_not_finite_are_refused_with_the_loops_sentence(which, static, branches):
     modules = {name: module(seed, VOCAB) for seed, name in enumerate(("target", "draft"))}
     modules[which].lm_head.weight.data[3] = torch.nan
-    engine = make_engine(make_pair(modules["target"], modules["draft"], tokenizer(VOCAB)))
+    engine = make_engine(make_pair(modules["target"], modules["draft"], tokenizer(VOCAB)), "gbv", branches=branches)
     with pytest.raises(
         ValueError, match=f"the {which} model gave logits that are not finite for prompt 5; try another"
     ):
@@ -296,7 +374,6 @@ def test_what_the_static_step_cannot_do_stays_with_the_loop(monkeypatch):
     engine = make_engine(pair, relaxation="learned")
     engine.gate = gate
     assert obstacle(engine) == "the answers of a gate of your own are looked at"
-    assert obstacle(make_engine(pair, "gbv", branches="auto")) == "the tree is chosen before each step"
     engine = make_engine(make_pair(windowed(), windowed(), tokenizer(VOCAB)))
     assert obstacle(engine) == "layers of target see a window of tokens"
     with pytest.raises(ValueError, match="a step that cannot be had here: layers of target see a window"):
@@ -322,8 +399,8 @@ def on_gpu():
 def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation):
     engine = make_engine(on_gpu, method, relaxation, "cuda")
     captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)
-    (step,) = engine.steps.values()
-    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in step.stages.values())
+    (state,) = engine.steps.values()
+    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in state.step(0).stages.values())
     # kernel and law may part where a uniform is within 1e-6 of a step: once in some thousand texts of 16 tokens
     assert sum(statistics(captured[key]) != statistics(loop[key]) for key in loop) <= 1
     same(engine.run(requests(), 3), captured)

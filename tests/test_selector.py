@@ -1,20 +1,31 @@
 """What chooses the tree: whatever it chooses from what is known before drawing, the text keeps its law."""
 
 import json
-from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from diversed.runtime.completion import Request
 from diversed.runtime.decode import Engine, decode
 from diversed.runtime.sampling import Sampling
-from diversed.runtime.selector import FILES, SCALARS, LearnedSelector, ShapeNetwork, parse_shape, row_scalars
+from diversed.runtime.selector import (
+    FILES,
+    SCALARS,
+    LearnedSelector,
+    ShapeNetwork,
+    parse_shape,
+    row_scalars,
+    row_sums,
+)
+from diversed.verifier.methods import METHODS
 from safetensors.torch import save_file
 
 from .support.models import relaxed_law, tiny_pair
 from .test_decode import LENGTH, TEXTS, VOCAB, chi_squared
 
 SHAPES = ["1", "2", "2x1", "2x1+1"]
+CHAINS = ["1", "2", "3", "4"]
 WIDTH = 48
 
 
@@ -28,23 +39,24 @@ def network(pair, seed=0) -> ShapeNetwork:
     return found.eval()
 
 
+def write_selector(path: Path, pair, method="traversal", **changes) -> str:
+    """A folder with a selector for the pair and the method."""
+    drafting = METHODS[method].drafting
+    shapes = CHAINS if drafting == "chain" else SHAPES
+    card = {"format": 1, "method": method, "drafting": drafting, "shapes": shapes, "width": WIDTH,
+            "bases": [{"temperature": 1.0, "top_p": 1.0, "shape": shapes[2]}],
+            "latency": {"step": 64, "draft": [1.0], "target": [2.0]}}  # fmt: skip
+    for role in ("target", "draft"):
+        model = getattr(pair, role)
+        card[role] = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
+    (path / FILES[0]).write_text(json.dumps(card | changes))
+    save_file(network(pair).state_dict(), path / FILES[1])
+    return str(path)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A function that writes a selector's folder for a pair and a method."""
-
-    def write(pair, method="traversal", **changes):
-        drafting = {"traversal": "without_replacement", "gbv": "paths", "univer": "greedy"}[method]
-        card = {"format": 1, "method": method, "drafting": drafting, "shapes": SHAPES, "width": WIDTH,
-                "bases": [{"temperature": 1.0, "top_p": 1.0, "shape": "2x1"}],
-                "latency": {"step": 64, "draft": [1.0], "target": [2.0]}}  # fmt: skip
-        for role in ("target", "draft"):
-            model = getattr(pair, role)
-            card[role] = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
-        (tmp_path / FILES[0]).write_text(json.dumps(card | changes))
-        save_file(network(pair).state_dict(), tmp_path / FILES[1])
-        return str(tmp_path)
-
-    return write
+    return partial(write_selector, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["traversal", "gbv", "univer"])
@@ -54,12 +66,11 @@ def test_a_network_that_chooses_the_tree_keeps_the_law(folder, method):
     choose = LearnedSelector.choose
 
     class Spy(LearnedSelector):
-        def choose(self, known):
-            """By the first request alone: the mean of 100 hardly changes; turned by a digit of a hidden state."""
-            alone = replace(known, active=[True] + [False] * (len(known.active) - 1))
-            digit = int(1e4 * abs(float(known.before[1][0, 0])))
-            chosen.append((choose(self, alone)[0] + digit) % len(SHAPES))
-            return chosen[-1], None
+        def choose(self, numbers, active):
+            """By the first request alone: the mean of 100 hardly changes; turned by a digit of a logit."""
+            digit = int(1e4 * abs(numbers[0][1])) if numbers[0][0] else 0
+            chosen.append((choose(self, numbers[:1], [True]) + digit) % len(SHAPES))
+            return chosen[-1]
 
     engine = Engine(pair, method, branches=folder(pair, method), relax_leaf=True)
     engine.selector.__class__ = Spy
@@ -92,8 +103,8 @@ def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_
     """Against runs of both models over the committed text alone."""
     pair = tiny_pair(11, end=False)
     engine, seen = Engine(pair, "traversal", branches=folder(pair)), []
-    choose = engine.selector.choose
-    engine.selector.choose = lambda known: seen.append(known) or choose(known)
+    look = engine.selector.look
+    engine.selector.look = lambda known: seen.append(known) or look(known)
     (done,) = engine.run({0: Request([2, 3, 4], 3, 25)}).values()
     text = [2, 3, 4] + done.tokens
     assert len(seen) > 5 and not seen[0].before[2].any()
@@ -119,10 +130,11 @@ def test_the_folded_network_is_the_network():
     for part in (*net.norms, *net.sides):
         part.weight.data.normal_()
         part.bias.data.normal_()
-    scalars = torch.randn(50, len(SCALARS))
+    rows, facts, place = torch.randn(3, 50, 9).softmax(-1), torch.randn(4, 5), torch.arange(50) % 4
     # float32 sums of 400 terms of size 1, in another order
-    found = torch.from_numpy(net.folded()(torch.cat([*x, scalars], 1).numpy()))
-    torch.testing.assert_close(found, net(x, scalars), rtol=1e-4, atol=1e-4)
+    found = net.folded(facts.tolist())(x, row_sums(*rows), place)
+    wanted = net(x, torch.cat([row_scalars(*rows), facts[place]], 1))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_scalars_of_rows_are_what_they_are_called():
