@@ -1,4 +1,4 @@
-"""The plugin in vLLM beside vLLM's own verification, on whatever GPU there is; each engine in a process of its own.
+"""The plugin in vLLM beside vLLM's own verification, on whatever GPU there is; each case in a process of its own.
 
     vllm        vLLM's own sampler, exact
     none        the plugin without a relaxation: the same law, so the same score and tokens a call, within intervals
@@ -16,12 +16,17 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 from ..data.tasks import DataOptions, Task, load_task
-from ..export.vllm import KEY, METHOD
+from ..export.vllm import KEY, METHOD, chosen
+from ..runtime.limits import within
 
 MOST_PROMPT_TOKENS = 384
+BATCH = 256  # texts that our loop decodes together
 
 
 def run(
@@ -59,10 +64,15 @@ def run(
     """
     from ..runtime.model import _split, load_tokenizer
 
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError("vllm is not installed", name="vllm")
+    chosen(bundle)  # one that vLLM cannot have is told now, and not after the first engines
+    within(2, max_new_tokens=max_new_tokens)  # before the first token vLLM drafts none
+    within(1, draft_length=draft_length, tensor_parallel=tensor_parallel, repetitions=repetitions)
     tokenizer = load_tokenizer(target)
     given = load_task(task, split="test", limit=prompts, data=data)
     shared = {
-        "target": _split(target)[0], "draft": _split(draft)[0],
+        "target": _split(target)[0], "draft": _split(draft)[0], "names": [target, draft], "device": device,
         "prompts": [given.encode(example, tokenizer, MOST_PROMPT_TOKENS) for example in given.examples],
         "max_new_tokens": max_new_tokens, "draft_length": draft_length, "temperature": temperature, "dtype": dtype,
         "tensor_parallel": tensor_parallel, "repetitions": repetitions, "stop": list(given.stop),
@@ -71,9 +81,10 @@ def run(
     for theirs, ours in METHOD.items():
         first = len(rows)
         for name, relaxation in (("vllm", None), ("none", "none"), ("learned", bundle)):
-            rows += _rows(f"{name}+{ours}", _engine(shared | {"method": theirs, "relaxation": relaxation}), given)
+            settings = shared | {"method": theirs, "relaxation": relaxation}
+            rows += _rows(f"{name}+{ours}", _apart("engine", settings), given)
         _compare(rows[first:], f"vllm+{ours}")
-        rows += _rows(f"our loop+{ours}", _loop(shared, target, draft, ours, bundle, device), given)
+        rows += _rows(f"our loop+{ours}", _apart("loop", shared | {"method": ours, "relaxation": bundle}), given)
     return rows
 
 
@@ -96,35 +107,48 @@ def _compare(rows: list[dict], base: str) -> None:
             row["vs"] = {base: row["value"] / value}
 
 
-def _loop(shared: dict, target: str, draft: str, method: str, relaxation: str, device: str) -> dict:
-    from ..runtime.decode import decode
+def _apart(kind: str, settings: dict) -> dict:
+    """What `loop` or `engine` finds, in a process of its own: neither gives a GPU its memory back before it ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        # -P: in this folder `vllm` would be this file. What vLLM logs, causes of errors with it, goes to its stdout;
+        # ours is the table's.
+        command = [sys.executable, "-P", "-m", __name__, kind, str(file)]
+        answer = subprocess.run(command, input=json.dumps(settings), stdout=2, text=True)
+        if answer.returncode:
+            case = f"{kind}, method {settings['method']}, relaxation {settings['relaxation']}"
+            raise ValueError(f"the process of {case} ended with {answer.returncode}; what it said stands above")
+        return json.loads(file.read_text())
+
+
+def loop(settings: dict) -> dict:
+    """Texts, speeds and tokens a target call of our loop."""
+    from ..runtime.completion import Request
+    from ..runtime.decode import Engine
     from ..runtime.model import load_pair
     from ..runtime.sampling import Sampling
 
-    pair, speeds = load_pair(target, draft, shared["dtype"], device), []
-    for _ in range(shared["repetitions"]):
+    pair = load_pair(*settings["names"], settings["dtype"], settings["device"])
+    ours = Engine(
+        pair, settings["method"], settings["relaxation"], settings["draft_length"],
+        sampling=Sampling(settings["temperature"]),
+    )  # fmt: skip
+    new_tokens, stop = settings["max_new_tokens"], tuple(settings["stop"])
+    requests = {seed: Request(tokens, seed, new_tokens, stop) for seed, tokens in enumerate(settings["prompts"])}
+    for seed, request in requests.items():
+        ours.check(seed, request)
+    ours.run(requests, BATCH)  # on a GPU the steps are captured here
+    speeds = []
+    for _ in range(settings["repetitions"]):
         began = time.perf_counter()
-        done = decode(
-            pair, shared["prompts"], method=method, relaxation=relaxation, draft_length=shared["draft_length"],
-            sampling=Sampling(shared["temperature"]), max_new_tokens=shared["max_new_tokens"],
-            stop=tuple(shared["stop"]), batch=256,
-        )  # fmt: skip
+        done = list(ours.run(requests, BATCH).values())
         speeds.append(sum(len(text.tokens) for text in done) / (time.perf_counter() - began))
     calls, count = sum(text.target_calls for text in done), sum(len(text.tokens) for text in done)
     return {"texts": [text.text for text in done], "tokens_per_second": speeds, "tokens_per_call": count / calls}
 
 
-def _engine(settings: dict) -> dict:
-    """What `measured` finds, in a process of its own: an engine does not give its memory back."""
-    command = [sys.executable, "-m", __name__]
-    answer = subprocess.run(command, input=json.dumps(settings), stdout=subprocess.PIPE, text=True)
-    if answer.returncode:
-        raise ValueError(f"vLLM ended with {answer.returncode} for relaxation {settings['relaxation']}; see above")
-    return json.loads(answer.stdout.splitlines()[-1])
-
-
-def measured(settings: dict) -> dict:
-    """Texts, speeds and tokens a target call of one engine."""
+def engine(settings: dict) -> dict:
+    """Texts, speeds and tokens a target call of one engine of vLLM."""
     from vllm import LLM, SamplingParams
 
     drafting = {
@@ -132,7 +156,7 @@ def measured(settings: dict) -> dict:
         "draft_sample_method": "probabilistic", "rejection_sample_method": settings["method"],
     }  # fmt: skip
     relaxation = settings["relaxation"]
-    engine = LLM(
+    served = LLM(
         settings["target"], speculative_config=drafting, tensor_parallel_size=settings["tensor_parallel"],
         dtype=settings["dtype"], additional_config={KEY: relaxation} if relaxation else {}, disable_log_stats=False,
     )  # fmt: skip
@@ -144,14 +168,14 @@ def measured(settings: dict) -> dict:
         for seed in range(len(settings["prompts"]))
     ]  # fmt: skip
     prompts = [{"prompt_token_ids": tokens} for tokens in settings["prompts"]]
-    engine.generate(prompts[:8], params[:8], use_tqdm=False)
-    before, speeds = _accepted(engine), []
+    served.generate(prompts[:8], params[:8], use_tqdm=False)
+    before, speeds = _accepted(served), []
     for _ in range(settings["repetitions"]):
         began = time.perf_counter()
-        done = engine.generate(prompts, params, use_tqdm=False)
+        done = served.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         speeds.append(sum(len(text.outputs[0].token_ids) for text in done) / seconds)
-    drafts, accepted = (now - then for now, then in zip(_accepted(engine), before, strict=True))
+    drafts, accepted = (now - then for now, then in zip(_accepted(served), before, strict=True))
     texts = [text.outputs[0].text for text in done]
     return {"texts": texts, "tokens_per_second": speeds, "tokens_per_call": 1 + accepted / drafts}
 
@@ -163,4 +187,5 @@ def _accepted(engine) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(json.load(sys.stdin))))
+    kind, file = sys.argv[1:]
+    Path(file).write_text(json.dumps({"loop": loop, "engine": engine}[kind](json.load(sys.stdin))))

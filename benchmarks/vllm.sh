@@ -5,12 +5,17 @@
 #   benchmarks/vllm.sh BUNDLE [FILE]               vllm.json by default; the packaged pair
 #   benchmarks/vllm.sh BUNDLE FILE --target T --draft D --task gsm8k --tensor_parallel 2
 set -eu
-cd "$(dirname "$0")/.."
-bundle=$1
-file=${2:-vllm.json}
-shift "$(($# < 2 ? $# : 2))"
+bundle=${1:?usage: benchmarks/vllm.sh BUNDLE [FILE] [--option value ...]}
+shift
+file=vllm.json
+case ${1:---} in
+  --*) ;;
+  *) file=$1; shift ;;
+esac
+root=$(dirname "$0")/..
 PYTHON=${PYTHON:-python3}
+export PYTHONSAFEPATH=1 # in the folder of this file `vllm` would be vllm.py
 status=0
-"$PYTHON" -m pytest -p no:cacheprovider -rsP tests/test_vllm.py || status=$?
+"$PYTHON" -m pytest -p no:cacheprovider -rsP "$root/tests/test_vllm.py" || status=$?
 "$PYTHON" -m diversed bench vllm --bundle "$bundle" --json "$file" "$@"
 exit "$status"

@@ -82,14 +82,14 @@ def check(config, v2: bool) -> None:
         raise ValueError(f"`rejection_sample_method` must be {known}, got {spec.rejection_sample_method}")
     if not isinstance(wanted(config), str):
         raise ValueError(f"{asked} must be a relaxation, such as a bundle's folder, got {wanted(config)!r}")
-    rule, _, card = _chosen(wanted(config))
+    rule, _, card = chosen(wanted(config))
     vocab = min(model.get_vocab_size() for model in (spec.target_model_config, spec.draft_model_config))
     if card and card["vocab"] != vocab and not card.get("any_pair"):
         raise ValueError(f"bundle {rule.source} is for a vocabulary of {card['vocab']}, these models share {vocab}")
 
 
 @lru_cache
-def _chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
+def chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
     """The relaxation, and of a bundle its gate and card; ValueError where vLLM cannot have it."""
     rule = parse(text)
     if rule.budget is not None:
@@ -157,7 +157,9 @@ class Relaxed:
 
     def __init__(self, sampler, spec_config, device: torch.device, relaxation: str):
         super().__init__(sampler, spec_config, device)
-        self.rule, head, _ = _chosen(relaxation)
+        self.rule, head, _ = chosen(relaxation)
+        # Where the plugin was not loaded nothing else would tell.
+        logger.warning("diversed: drafts are verified with the relaxation %s", relaxation)
         self.head = None if head is None else head.to(device)
         self.method = METHODS[METHOD[spec_config.rejection_sample_method]]
         self.kernel = self.method.kernel if device.type == "cuda" else None

@@ -32,6 +32,8 @@ from .test_decode import LENGTH, VOCAB, chi_squared
 
 DRAFTED = 2
 PROMPT = [2, 3]
+# An engine in this process keeps its share of a GPU's memory, and there are several.
+SHARE = {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.2}
 TEXTS = 300 if DEVICE == "cpu" else 20_000
 if DEVICE == "cpu":
     import vllm.v1.worker.cpu.shm  # noqa: F401  buffers that need no pinned memory
@@ -90,12 +92,12 @@ def arguments(pair, relaxation, drafting=(), **options):
         "model": pair.target.name, "speculative_config": drafting, "additional_config": {"diversed": relaxation},
         "dtype": "float32", "max_model_len": 64, "max_num_seqs": 128, "max_num_batched_tokens": 1024,
         "enforce_eager": True,
-    } | options  # fmt: skip
+    } | SHARE | options  # fmt: skip
 
 
 def chosen(relaxation):
     """The rule, and the gate where there is one, on the CPU."""
-    rule, head, _ = plugin._chosen(relaxation)
+    rule, head, _ = plugin.chosen(relaxation)
     return rule, copy.deepcopy(head).cpu() if head else None
 
 
@@ -251,6 +253,11 @@ def test_a_batch_of_vllm_gets_the_verdicts_of_each_request_alone(pair, relaxatio
     assert lengths == {1, 2, 3}
 
 
+def test_the_log_says_that_the_relaxation_is_in_place(pair, caplog):
+    sampler(pair, "ensemble:0.9", "block")
+    assert "diversed: drafts are verified with the relaxation ensemble:0.9" in caplog.text
+
+
 def test_a_draft_that_is_not_to_be_taken_ends_the_text_before_it(pair):
     """As in vLLM: such drafts come from a grammar or stand in for some that were never made."""
     found, given = sampler(pair, "ensemble:0.9", "standard"), inputs(0)
@@ -299,6 +306,7 @@ def test_ranks_that_hold_the_same_logits_agree(pair, bundle):
         ("ensemble:3", {}, "weight must lie in"),
         ("runs/nowhere", {}, "bundle runs/nowhere is not a folder"),
         (3, {}, "must be a relaxation, such as a bundle's folder, got 3"),
+        ("", {}, "unknown relaxation ''"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_a_model_is_loaded(pair, relaxation, drafting, sentence):
