@@ -6,7 +6,7 @@ so that a learned point is compared with the faster of both kinds. At the learne
 the largest on that line at this quality or a better one; where the line nowhere reaches it, the speed of its point of
 highest quality. The difference of the learned speed and this one is bootstrapped by prompt, all points on the same
 resampled prompts, so that both the learned point and the line it is compared with vary. Below, `better` is an interval
-above 0, `worse` one below 0, else `not shown`.
+above 0 by more than LEAST, `worse` one below 0 by as much, else `not shown`.
 
 Whoever looks at several learned points and tells of the best is wrong more often than at one: the interval that decides
 is then corrected for their number (Bonferroni: level 5 % / number). A point that was chosen on other prompts needs no
@@ -37,6 +37,7 @@ from .quality import RESAMPLES, resampled
 
 SPEEDS = {"tokens per target call": ("tokens", "target_calls"), "step acceptance": ("acceptance", "positions")}
 LEVEL, POWER = 0.05, 0.8  # of a two-sided test, and of the trials that should find a true difference
+LEAST = 5e-4  # of either speed: a smaller difference is none in three digits, as of a gate that is all but closed
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Statement:
                 f", [{self.corrected_low:+.3f}, {self.corrected_high:+.3f}] corrected for {self.looked} learned points"
             )
         gates = "".join(f"; the gate {name} ({quality:.4f}) gains {gain:+.3f}" for name, quality, gain in self.gates)
+        against = "to differ from" if self.verdict == "not shown" else "than"
         return (
-            f"{self.method} {self.relaxation}{at}: {self.verdict}{more} than static blending of the same quality "
+            f"{self.method} {self.relaxation}{at}: {self.verdict}{more} {against} static blending of the same quality "
             f"({self.quality:.4f}) in {self.speed}: {self.learned:.3f} against {self.static:.3f}, difference "
             f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}, {self.prompts} prompts{gates}"
         )
@@ -226,14 +228,14 @@ def _compare(
         map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
     )
     reached = below <= LEVEL / 2
-    verdict = "better" if corrected_low > 0 and reached else "worse" if corrected_high < 0 else "not shown"
+    verdict = "better" if corrected_low > LEAST and reached else "worse" if corrected_high < -LEAST else "not shown"
     needed = None
-    if verdict == "not shown" and reached and difference:
-        # From the side of the interval that reaches 0, which shrinks with the root of the number of prompts. The spread
-        # of all resamples would ask for fewer prompts than there were, where the interval is lopsided.
+    if verdict == "not shown" and reached and abs(difference) > LEAST:
+        # From the side of the interval that reaches LEAST, which shrinks with the root of the number of prompts. The
+        # spread of all resamples would ask for fewer prompts than there were, where the interval is lopsided.
         side = difference - corrected_low if difference > 0 else corrected_high - difference
         more = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(1 - LEVEL / 2 / looked)
-        needed = math.ceil(count * (side * more / difference) ** 2)
+        needed = math.ceil(count * (side * more / (abs(difference) - LEAST)) ** 2)
     return Statement(
         *point, speed, quality, learned, static, difference, low, high, looked, corrected_low, corrected_high, below,
         verdict, count, needed,

@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 from diversed.eval.nominal import allowed, rates
-from diversed.eval.statement import compared_with, every_statement, statements, static_place, static_speed
+from diversed.eval.statement import LEAST, compared_with, every_statement, statements, static_place, static_speed
 from scipy.stats import binom, norm
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)
@@ -50,6 +50,14 @@ def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_sho
     assert calls.learned == pytest.approx(2.8 * 1.2, rel=0.02) and calls.static == pytest.approx(2.8, rel=0.03)
 
 
+def test_a_gate_that_is_all_but_closed_is_not_better_by_what_no_digit_shows():
+    records = world(50, 0)
+    closed = [r | {"relaxation": "runs/x/closed", "acceptance": r["acceptance"] + 1e-6} for r in records[:50]]
+    for one in statements(records + closed, "token", "runs/x/closed", resamples=200):
+        assert (one.verdict, one.prompts_needed) == ("not shown", None)
+        assert ": not shown to differ from static blending of the same quality" in str(one)
+
+
 def test_blends_of_logits_stand_beyond_exact_decoding_on_the_same_line():
     """A learned point that beats static blends of probabilities and not those of logits is not better."""
     generator = numpy.random.default_rng(1)
@@ -71,7 +79,7 @@ def test_where_a_difference_is_not_shown_more_prompts_are_asked_for_than_there_w
     assert len(open_ones) > 10 and all(one.prompts_needed >= 2.04 * 12 for one in open_ones)
     one = open_ones[0]
     side = one.difference - one.low if one.difference > 0 else one.high - one.difference
-    shift = math.sqrt(one.prompts_needed / 12) * abs(one.difference) / side * norm.ppf(0.975)
+    shift = math.sqrt(one.prompts_needed / 12) * (abs(one.difference) - LEAST) / side * norm.ppf(0.975)
     assert norm.cdf(shift - norm.ppf(0.975)) == pytest.approx(0.8, abs=0.01)
 
 
