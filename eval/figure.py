@@ -158,6 +158,8 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
         "bias is added to the learned gate's logit.\n"
         "Tokens per target call count the extra token of each call and end with the text."
     )
+    if any("blend=logits" in row["relaxation"] for row in rows):
+        small += " Blend logits: target^(1 − w) draft^w instead."
     if len(methods) > 1:
         small += f" Labels stand at the points of {methods[0]}."
     figure.text(0.09, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
