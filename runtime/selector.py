@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, pad
+from torch.nn.functional import embedding, gelu, layer_norm, pad
 
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
@@ -181,7 +181,7 @@ def row_sums(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
     """[B, 10] of the same rows the sums of row i times log row j, then the distance |target - draft|."""
     rows = torch.stack([target, draft, root], 1)
     products = torch.bmm(rows, rows.clamp_min(1e-9).log_().transpose(1, 2)).flatten(1)
-    return torch.cat([products, (target - draft).abs_().sum(-1, keepdim=True)], 1)
+    return torch.cat([products, torch.linalg.vector_norm(target - draft, 1, -1, keepdim=True)], 1)
 
 
 # [9, 5] from those sums to three entropies and two divergences
@@ -262,7 +262,7 @@ class Folded:
         *sides, (weight, offsets), second, third = self.layers
         seen = torch.stack([torch.addmm(bias, x, side) for x, (side, bias) in zip(hidden, sides, strict=True)], 1)
         seen = layer_norm(seen, (SIDE,), eps=self.epsilon).flatten(1)
-        x = gelu(torch.addmm(offsets.index_select(0, place), torch.cat([seen, sums], 1), weight), approximate="tanh")
+        x = gelu(torch.addmm(embedding(place, offsets), torch.cat([seen, sums], 1), weight), approximate="tanh")
         x = gelu(torch.addmm(second[1], x, second[0]), approximate="tanh")
         return torch.addmm(third[1], x, third[0])
 
@@ -286,9 +286,9 @@ class LearnedSelector(Selector):
 
     def remember(self, tree, hidden, node, paths) -> tuple[Tensor, ...]:
         size, nodes = tree.tokens.shape
-        at = node + torch.arange(0, size * nodes, nodes, device=node.device)
-        target, hidden = (rows.flatten(0, 1).index_select(0, at) for rows in (tree.target, hidden))
-        return target, hidden, torch.ones_like(target[:, :1])
+        at = node + torch.arange(0, size * nodes, nodes, device=node.device) if size > 1 else node
+        target, hidden = (embedding(at, rows.flatten(0, 1)) for rows in (tree.target, hidden))
+        return target, hidden, target.new_ones(size, 1)
 
     def look(self, known: Known) -> Tensor:
         """Whether there was a step before, then the logits."""

@@ -407,6 +407,18 @@ def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method, way", [("block", "entropy"), ("traversal", "network"), ("gbv", "auto")])
+def test_every_shape_that_is_chosen_is_captured_and_gives_the_loops_texts(on_gpu, tmp_path, method, way):
+    engine = choosing(tmp_path, on_gpu, method, way, "learned;bias=0.7", "cuda")
+    captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)
+    (state,) = engine.steps.values()
+    stages = [work for step in state.steps.values() for work in step.stages.values()]
+    assert len(stages) > 2 and all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in stages)
+    # as above, and a choice may part where two shapes are within rounding
+    assert sum(statistics(captured[key]) != statistics(loop[key]) for key in loop) <= 1
+
+
+@pytest.mark.gpu
 def test_graphs_of_several_shapes_share_their_memory_and_do_not_disturb_each_other(on_gpu):
     engines = [make_engine(on_gpu, method, "ensemble:0.3", "cuda") for method in ("block", "traversal", "univer")]
     alone = [engine.run(requests(), 3) for engine in engines]
