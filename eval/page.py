@@ -163,5 +163,5 @@ def _verdict(one: Statement) -> Markup:
 
 
 def _of_gate(one: Statement, gate: str, quality: float, gain: float) -> str:
-    share = f", of which this is {100 * one.difference / gain:.0f} %" if gain > 0 else ""
+    share = f", of which this is {100 * one.difference / gain:.0f} %" if min(gain, one.difference) > 0 else ""
     return f" The gate {gate}, of quality {number(quality, 3)}, gains {signed(gain, 3)} over the same{share}."
