@@ -43,8 +43,9 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     node = _index(stop, coins[:, 0])
     at = np.minimum(node, depth - 1)
     # as in `verifier.plans`: where rounding left nothing to emit, the target's row is
-    whole = (node == depth) | ~left[rows, at].any(-1)
-    extra = np.where(whole[:, None], target[rows, node], left[rows, at])
+    residual = left[rows, at]
+    whole = (node == depth) | ~residual.any(-1)
+    extra = np.where(whole[:, None], target[rows, node], residual)
     return Verdict(torch.from_numpy(node), _drawn(extra, coins[:, 1]))
 
 
