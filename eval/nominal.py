@@ -15,7 +15,7 @@ import numpy
 
 from .quality import paired_bootstrap
 from .speed import POINT
-from .statement import COLUMNS, LEAST, LEVEL, SPEEDS, differences, static_place, table
+from .statement import COLUMNS, LEVEL, SPEEDS, differences, is_better, static_place, table
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Trials:
                 for name, values in self.tables.items()
             }
             drawn, below = differences(tables, speed, self.resamples, trial)
-            count += numpy.percentile(drawn, 100 * LEVEL / 2) > LEAST and below <= LEVEL / 2
+            count += is_better(numpy.percentile(drawn, 100 * LEVEL / 2), below)
         return int(count)
 
     def misses(self, row: int) -> int:

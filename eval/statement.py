@@ -228,7 +228,7 @@ def _compare(
         map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
     )
     reached = below <= LEVEL / 2
-    verdict = "better" if corrected_low > LEAST and reached else "worse" if corrected_high < -LEAST else "not shown"
+    verdict = "better" if is_better(corrected_low, below) else "worse" if corrected_high < -LEAST else "not shown"
     needed = None
     if verdict == "not shown" and reached and abs(difference) > LEAST:
         # From the side of the interval that reaches LEAST, which shrinks with the root of the number of prompts. The
@@ -240,6 +240,11 @@ def _compare(
         *point, speed, quality, learned, static, difference, low, high, looked, corrected_low, corrected_high, below,
         verdict, count, needed,
     )  # fmt: skip
+
+
+def is_better(low: float, below: float) -> bool:
+    """Whether an interval that begins at `low` is called better; below: see `Statement`."""
+    return low > LEAST and below <= LEVEL / 2
 
 
 def _gain(tables: dict[str, numpy.ndarray], one: Statement) -> tuple[float, float]:
