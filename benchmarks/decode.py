@@ -11,6 +11,7 @@ if a step costs one target call and its draft calls and nothing else.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
@@ -197,7 +198,7 @@ def _case(
 
 
 def _transformers(pair: Pair, static: float, lengths: list[int], temperature: float, new_tokens: int):
-    """`generate` on the modules whose weights our own loop uses."""
+    """`generate` on modules as transformers loads them; our own loop lays out the weights anew."""
     from transformers import GenerationConfig
 
     common = {
@@ -205,7 +206,7 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
     }  # fmt: skip
     if temperature > 0:
         common |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    assistant = pair.draft.module
+    target, assistant = (_by_rows(model.module) for model in (pair.target, pair.draft))
 
     def case(lengths: list[int], **extra) -> _Case:
         def run(prompts, draft_length, seed):
@@ -217,7 +218,7 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
                 assistant.generation_config.assistant_confidence_threshold = 0.0
             for prompt in prompts:
                 ids = torch.tensor([prompt], device=pair.target.device)
-                text = pair.target.module.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+                text = target.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
                 total += text.shape[1] - len(prompt)
             return total, 0
 
@@ -228,6 +229,14 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
         # transformers states the target's share
         cases["transformers static"] = case(lengths, assistant_model=assistant, assistant_ensemble_weight=1 - static)
     return cases
+
+
+def _by_rows(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose weights lie as they were loaded."""
+    copied = copy.deepcopy(module)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.contiguous()
+    return copied
 
 
 def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
