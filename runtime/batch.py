@@ -66,9 +66,6 @@ class Batch:
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.depth:
             prefill(pair.draft, tokens[:, :-1], self.draft_cache)
-        if engine.selector.looks_back:
-            self.draft_lengths = [max(length - 1, 0) for length in self.lengths]
-            self.draft_length = (self.length - 1).clamp_min(0)
 
     def capacity(self) -> int:
         """Slots that the longest request here can come to need: its text and a tree, rounded up to SLOTS."""
@@ -142,7 +139,8 @@ class Batch:
             self.spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         if len(engine.shapes) > 1:
             paths = self.shape.paths.to(self.device)
-            self.before = engine.selector.remember(tree, target_hidden, verdict.node, paths)
+            states = draft_hidden, target_hidden
+            self.before = engine.selector.remember(tree, states, verdict.node, paths)
         if not self.even:
             self._compact(verdict)
         self._advance(blocks)
@@ -183,9 +181,9 @@ class Batch:
         root, number of paths [B] where requests differ in it).
         """
         engine = self.engine
-        out = self._draft_root()
-        rows = probabilities(out.logits.to(self.device), engine.sampling)
-        hidden = out.hidden.to(self.device) if engine.hidden else None
+        out, kept = self._draft_root(), slice(-1 - engine.selector.looks_back, None)
+        rows = probabilities(out.logits[:, kept].to(self.device), engine.sampling)
+        hidden = out.hidden[:, kept].to(self.device) if engine.hidden else None
         paths = None
         if len(engine.shapes) > 1:
             numbers = engine.selector.look(Known(self.before, rows, hidden, self.length))
@@ -239,7 +237,7 @@ class Batch:
         size, rest = len(self.length), self.shape.nodes - sum(level.shape[1] for level, _ in ran)
         missing = torch.zeros(size, rest, self.engine.pair.vocab, device=self.device)
         rows = torch.cat([*(level for level, _ in ran), missing], 1)
-        if not (self.engine.gate and self.engine.gate.needs_hidden):
+        if not self.engine.hidden:
             return rows, None
         missing = torch.zeros(size, rest, self.engine.pair.draft.hidden_size, device=self.device)
         return rows, torch.cat([*(states.float() for _, states in ran), missing], 1)
@@ -267,16 +265,14 @@ class Batch:
         return self.engine.pair.draft(found, positions, visible, self.draft_cache, start, self.engine.hidden)
 
     def _draft_root(self) -> Output:
-        """Run the draft on the root and, where the last block was accepted whole, on the token before it.
-
-        Outputs of the root, or of both tokens where the selector looks back.
+        """Run the draft on the root and, where the last block was accepted whole, on the token before it: outputs of
+        the root, or of both tokens.
         """
         model, start = self.engine.pair.draft, max(self.draft_lengths)
         width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
         if self.aligned:
             positions = torch.arange(start, start + width, device=self.device).expand(len(self.lengths), -1)
-            out = model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
-            return self._last(out)
+            return model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
         lacking = self.length - self.draft_length
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
@@ -291,11 +287,7 @@ class Batch:
         self._move(
             self.draft_cache, source, torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1)
         )
-        return self._last(out)
-
-    def _last(self, out: Output) -> Output:
-        kept = 2 if self.engine.selector.looks_back else 1
-        return Output(out.logits[:, -kept:], out.hidden[:, -kept:] if out.hidden is not None else None)
+        return out
 
     def _tree_visible(self, length: Tensor, base: int, first: int, last: int, root: int) -> Tensor:
         """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors and themselves.
@@ -399,7 +391,7 @@ class Batch:
                 here = self.lengths[row] + 1 + min(len(block) - 2, run)
                 self.lengths[row] += len(block) - 1
                 # a selector looks at the draft before the root, which is one token to run again
-                self.draft_lengths[row] = min(here, self.lengths[row] - self.engine.selector.looks_back)
+                self.draft_lengths[row] = min(here, self.lengths[row])
                 self.ends[row] = block[-2:]
         self.length = torch.tensor(self.lengths, device=self.device)
         self.draft_length = torch.tensor(self.draft_lengths, device=self.device)

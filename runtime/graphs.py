@@ -351,7 +351,7 @@ class StaticStep:
         self.drafted = _Drafted(
             tokens, coins, torch.cat(logits, 1) if self.kernel else None,
             self._padded(rows, engine.pair.vocab) if self.by_rows else None,
-            self._padded(hidden, engine.pair.draft.hidden_size) if engine.gate and engine.gate.needs_hidden else None,
+            self._padded(hidden, engine.pair.draft.hidden_size) if engine.hidden else None,
             faults.any(0),
         )  # fmt: skip
 
@@ -380,7 +380,8 @@ class StaticStep:
         verdict, before = Verdict(verdict.node.clamp_min(0), verdict.token), ()
         if self.state.root:
             read = DraftTree(tree.tokens, self.shape.parents, tree.rows, target)
-            before = engine.selector.remember(read, out.hidden.float(), verdict.node, self.paths)
+            states = tree.hidden, out.hidden.float()
+            before = engine.selector.remember(read, states, verdict.node, self.paths)
         self._commit(verdict, cost, self._share(weight, cost), fault, before)
 
     def _from_logits(self, logits: Tensor, target: Tensor | None, weight: Tensor) -> tuple[Verdict, Tensor]:

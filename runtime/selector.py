@@ -86,7 +86,8 @@ class Known:
     """What a step knows before it draws its tree.
 
     before: what the selector's `remember` kept of the step before, zeros for a request that had none.
-    rows:   [B, W, V] the draft's rows, the root's last; W is 2 where the selector looks back, else 1.
+    rows:   [B, W, V] the draft's rows, the root's last; before it, in the requests whose step before ended at a node
+            that the draft had not been run on, that of this node.
     hidden: [B, W, H] the draft's hidden states there, where the selector looks back.
     length: [B] int64 committed tokens before the root.
     """
@@ -100,7 +101,7 @@ class Known:
 class Selector:
     """shapes: the trees it chooses from, as topologies.
 
-    looks_back: it needs hidden states of both models, and the draft at the token before the root.
+    looks_back: it needs hidden states of both models.
     by_request: the first number that a request's choice reads is how many of the tree's paths it wants.
     """
 
@@ -113,10 +114,13 @@ class Selector:
         """`before` of requests that had no step yet."""
         return ()
 
-    def remember(self, tree: DraftTree, hidden: Tensor | None, node: Tensor, paths: Tensor) -> tuple[Tensor, ...]:
+    def remember(
+        self, tree: DraftTree, states: tuple[Tensor | None, Tensor | None], node: Tensor, paths: Tensor
+    ) -> tuple[Tensor, ...]:
         """What the next choice needs of this step, in the shapes of `nothing`.
 
-        hidden: [B, N, H_target]; node: [B] where each row stopped; paths: [N, L + 1] of the tree, see `Topology`.
+        states: hidden, of the draft [B, N, H_draft] and the target [B, N, H_target]; node: [B] where each row stopped;
+        paths: [N, L + 1] of the tree, see `Topology`.
         """
         return ()
 
@@ -140,7 +144,7 @@ class PathsSelector(Selector):
     def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(2, size, self.shapes[0].depth + 1, pair.vocab, device=device))
 
-    def remember(self, tree, hidden, node, paths) -> tuple[Tensor, ...]:
+    def remember(self, tree, states, node, paths) -> tuple[Tensor, ...]:
         path = paths[node]
         again = pad(path[:, 1:] == path[:, :-1], (1, 0), value=False)  # the stopping node is repeated
         at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
@@ -281,22 +285,30 @@ class LearnedSelector(Selector):
         self.logits, self.base, self.last, self.step = network.folded(facts), base, len(facts) - 1, step
 
     def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
-        """Rows and hidden states of the target before the root, and whether they are there."""
-        return tuple(torch.zeros(size, width, device=device) for width in (pair.vocab, pair.target.hidden_size, 1))
+        """Rows and hidden states before the root, of the target and of the draft, and whether there are any.
 
-    def remember(self, tree, hidden, node, paths) -> tuple[Tensor, ...]:
+        The draft's are zeros where it was not run there.
+        """
+        models = pair.target, pair.draft
+        widths = *(width for model in models for width in (pair.vocab, model.hidden_size)), 1
+        return tuple(torch.zeros(size, width, device=device) for width in widths)
+
+    def remember(self, tree, states, node, paths) -> tuple[Tensor, ...]:
         size, nodes = tree.tokens.shape
         at = node + torch.arange(0, size * nodes, nodes, device=node.device) if size > 1 else node
-        target, hidden = (embedding(at, rows.flatten(0, 1)) for rows in (tree.target, hidden))
-        return target, hidden, target.new_ones(size, 1)
+        every = tree.target, states[1], tree.draft, states[0]
+        found = [embedding(at, rows.flatten(0, 1)) for rows in every]
+        return *found, found[0].new_ones(size, 1)
 
     def look(self, known: Known) -> Tensor:
         """Whether there was a step before, then the logits."""
-        target, hidden, seen = known.before
+        target, hidden, draft, draft_hidden, seen = known.before
         rows, states = known.rows, known.hidden.float()
-        sums = row_sums(target, rows[:, 0], rows[:, -1])
+        ran = draft.amax(1, keepdim=True) > 0
+        draft, draft_hidden = draft.where(ran, rows[:, 0]), draft_hidden.where(ran, states[:, 0])
+        sums = row_sums(target, draft, rows[:, -1])
         place = known.length.div(self.step, rounding_mode="floor").clamp_max(self.last)
-        return torch.cat([seen, self.logits([hidden, states[:, 0], states[:, -1]], sums, place)], 1)
+        return torch.cat([seen, self.logits([hidden, draft_hidden, states[:, -1]], sums, place)], 1)
 
     def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
         voters = [logits for (seen, *logits), one in zip(numbers, active, strict=True) if one and seen]
