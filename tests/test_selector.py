@@ -121,7 +121,8 @@ def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_
         assert there.item() == 1
         rows, states = known.rows, known.hidden
         if rows.shape[1] == 1:
-            rows, states = (torch.stack([old, new[:, 0]], 1) for old, new in zip(remembered, (rows, states), strict=True))
+            pairs = zip(remembered, (rows, states), strict=True)
+            rows, states = (torch.stack([old, new[:, 0]], 1) for old, new in pairs)
         close = {"atol": 1e-5, "rtol": 1e-4}
         torch.testing.assert_close(row[0], target.logits[0, root - 1].softmax(-1), **close)
         torch.testing.assert_close(hidden[0], target.hidden_states[-1][0, root - 1], atol=1e-4, rtol=1e-4)
