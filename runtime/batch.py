@@ -388,10 +388,8 @@ class Batch:
         run = self._drafted_below_root()
         for row, block in enumerate(blocks):
             if self.active[row]:
-                here = self.lengths[row] + 1 + min(len(block) - 2, run)
+                self.draft_lengths[row] = self.lengths[row] + 1 + min(len(block) - 2, run)
                 self.lengths[row] += len(block) - 1
-                # a selector looks at the draft before the root, which is one token to run again
-                self.draft_lengths[row] = min(here, self.lengths[row])
                 self.ends[row] = block[-2:]
         self.length = torch.tensor(self.lengths, device=self.device)
         self.draft_length = torch.tensor(self.draft_lengths, device=self.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -268,15 +269,14 @@ def _end_to_end(parameters: list[Tensor | None], columns: bool = False) -> Tenso
     rows = sum(len(parameter) for parameter in parameters)
     shape = (rows, *first.shape[1:])
     strides = (1, rows) if columns else first.detach().contiguous().stride()
-    start = first.storage_offset()
-    places = []
-    for parameter in parameters:
-        places.append((parameter.untyped_storage().data_ptr(), start, parameter.storage_offset(), parameter.stride()))
-        start += len(parameter) * strides[0]
-    same = all(
-        storage == places[0][0] and due == offset and stride == strides for storage, due, offset, stride in places
-    )
-    if same:
+    home, starts = first.untyped_storage().data_ptr(), accumulate(map(len, parameters[:-1]), initial=0)
+    # Two allocations may touch by chance; one storage that holds all rows is ours.
+    if all(
+        parameter.untyped_storage().data_ptr() == home
+        and parameter.storage_offset() == first.storage_offset() + start * strides[0]
+        and parameter.stride() == strides
+        for parameter, start in zip(parameters, starts, strict=True)
+    ):
         return first.detach().as_strided(shape, strides)
     joined = torch.cat([parameter.detach() for parameter in parameters])
     joined = joined.t().contiguous().t() if columns else joined

@@ -134,7 +134,7 @@ def test_weights_are_stored_once_and_the_module_computes_what_it_did_before(monk
     assert torch.equal(again(tokens).logits, before)
 
 
-def test_weights_by_columns_can_be_trained_and_written(tmp_path):
+def test_weights_by_columns_can_be_trained_and_written():
     built = build(*CASES["smollm"])
     Model(built, "lean")
     state = built.state_dict()
