@@ -193,15 +193,22 @@ class Batch:
         return (rows[:, -1:], hidden[:, -1:] if engine.hidden else None), paths
 
     def _draft_chain(self, root: tuple, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`_draft` for a chain, all of whose tokens are present."""
+        """`_draft` for a chain: no token is absent but behind its end."""
         engine, ran, lanes = self.engine, [root] if self.shape.depth else [], self.shape.lane_list
-        tokens = self.recent[:, 1:]
+        tokens, going = self.recent[:, 1:], None
         for depth in range(self.drafted_depths):
             if depth:
+                if engine.selector.confidence:
+                    going = self._going(ran[-1][0], tokens)
+                    if not going.any():
+                        self.shape = engine.shapes[depth - 1]
+                        break
                 out = self._draft_level(tokens, depth)
-                ran.append((probabilities(out.logits, engine.sampling), out.hidden))
+                rows = probabilities(out.logits, engine.sampling)
+                ran.append((rows if going is None else rows * going.unsqueeze(-1), out.hidden))
             if depth < self.shape.depth:
-                tokens = torch.cat([tokens, sample(ran[-1][0], coins[:, lanes[depth + 1]])], 1)
+                token = sample(ran[-1][0], coins[:, lanes[depth + 1]])
+                tokens = torch.cat([tokens, token if going is None else token.where(going, -1)], 1)
         rows, hidden = self._padded(ran)
         refuse_nan(rows, "draft", self.indices)
         return tokens, rows, hidden
@@ -212,14 +219,19 @@ class Batch:
         root, paths: see `_begin`; coins: [B, lanes] in [0, 1), see `Topology.lanes`.
         """
         engine, size, ran = self.engine, len(self.length), []
-        tokens, (level, hidden) = self.recent[:, 1:], root
+        tokens, (level, hidden), going = self.recent[:, 1:], root, None
         for depth in range(self.drafted_depths):
             if depth:
+                if engine.selector.confidence:
+                    going = self._going(level, tokens)
+                    if not going.any():
+                        self.shape = engine.shapes[depth - 1]
+                        break
                 out = self._draft_level(tokens, depth)
                 level = probabilities(out.logits.to(self.device), engine.sampling)
                 hidden = out.hidden.to(self.device) if engine.hidden else None
             refuse_nan(level, "draft", self.indices)
-            present = (tokens[:, self.shape.levels[depth] :] >= 0).unsqueeze(-1)
+            present = (tokens[:, self.shape.levels[depth] :] >= 0 if going is None else going).unsqueeze(-1)
             level = level * present
             ran.append((level, hidden))
             if depth < self.shape.depth:
@@ -231,6 +243,10 @@ class Batch:
                     drawn = drawn.where(torch.arange(last - first, device=self.device) < paths.unsqueeze(1), -1)
                 tokens = torch.cat([tokens, drawn], 1)
         return tokens, *self._padded(ran)
+
+    def _going(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """[B, 1] bool, whether the chain goes on behind its last token, drawn from row [B, 1, V]; a zero row is an end."""
+        return row[:, 0].gather(1, tokens[:, -1:].clamp_min(0)) >= self.engine.selector.confidence
 
     def _padded(self, ran: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
         """Rows and hidden states of every node, zero at those where the draft was not run."""
@@ -255,7 +271,8 @@ class Batch:
         if self.even:
             start = self.lengths[0] + depth
             positions = torch.full((len(tokens), 1), start, device=self.device)
-            return self.engine.pair.draft(tokens[:, -1:], positions, None, self.draft_cache, start, self.engine.hidden)
+            found = tokens[:, -1:].clamp_min(0)
+            return self.engine.pair.draft(found, positions, None, self.draft_cache, start, self.engine.hidden)
         first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
         base = max(self.lengths) + 1
         visible = self._tree_visible(self.length + 1, base, first, last, root=1)
@@ -308,8 +325,7 @@ class Batch:
         else:
             visible = self._tree_visible(self.length, base, 0, count, root=0)
             positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
-        found = tokens if self.serial else tokens.clamp_min(0)
-        out = engine.pair.target(found, positions, visible, self.target_cache, base, engine.hidden)
+        out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
         rows = probabilities(out.logits, engine.sampling)
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None

@@ -28,7 +28,9 @@ def serves(law: Callable, parents: tuple[int, ...], device: torch.device) -> boo
 
 
 def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
-    """One draw from the law; every drafted token is present and was drawn from its row.
+    """One draw from the law; every drafted token was drawn from its row, or is absent (-1) behind the chain's end.
+
+    The row of a chain's end is zero.
 
     uniform: [B, 2] in [0, 1): for the stopping node and for the extra token.
     """
@@ -37,8 +39,9 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     depth = draft.shape[1]
     if depth == 0:
         return Verdict(torch.zeros(len(target), dtype=torch.long), _drawn(target[:, 0], coins[:, 1]))
-    drafted = rows[:, None], np.arange(depth), tree.tokens[:, 1:].numpy()
-    ratio = target[drafted] / draft[drafted]
+    tokens = tree.tokens[:, 1:].numpy()
+    drafted = rows[:, None], np.arange(depth), tokens
+    ratio = np.divide(target[drafted], draft[drafted], out=np.zeros(tokens.shape, target.dtype), where=tokens >= 0)
     stop, left = _LEFT[law](target[:, :-1], draft, ratio)
     node = _index(stop, coins[:, 0])
     at = np.minimum(node, depth - 1)

@@ -65,8 +65,9 @@ def decode_command(
             bundle folder; after it `;bias=0.5` and `;budget=3`.
         draft_length: tokens on a drafted path.
         branches: number of paths, or children of a node (one number, or one for each depth), where a tree is verified;
-            a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one before each step: auto (gbv's number of
-            paths), entropy:NATS,SHAPE,SHAPE, or a folder of `diversed select` or a bundle that holds its network.
+            a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at each step: auto (gbv's number of paths),
+            entropy:NATS,SHAPE,SHAPE, confidence:PROBABILITY,TOKENS (a chain that ends behind a token the draft gave
+            less), or a folder of `diversed select` or a bundle that holds its network.
         trunk: single drafted tokens before a tree's first branching.
         drafting: chain, paths, with_replacement, without_replacement or greedy, where a method is exact for several.
         relax_leaf: run the draft on the last drafted token too and relax there.

@@ -60,7 +60,7 @@ def decode(
                     prompt; those of one relaxation are decoded together, one relaxation after the other.
     draft_length:   tokens on a drafted path.
     branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such as `auto` or
-                    `3x4+2` names what chooses the shape before each step, see `selector`.
+                    `3x4+2` names what chooses the shape at each step, see `selector`.
     drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
@@ -144,6 +144,11 @@ class Engine:
         self.gate = load_gate(self.relaxation, pair, self.sampling)
         self.hidden = bool(self.gate and self.gate.needs_hidden) or self.selector.looks_back
         self.leaf = int(relax_leaf and self.depth > 0)
+        if self.leaf and self.selector.confidence:
+            raise ValueError(
+                f"`relax_leaf` needs leaves that are known before the tree is drawn, got branches {branches!r}; leave "
+                "one of the two out"
+            )
         self.steps: dict[tuple, StaticState] = {}  # of graphs.py, the last used last
         self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
         self.compiled = compile

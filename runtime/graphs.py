@@ -69,6 +69,8 @@ def obstacle(engine: Engine) -> str:
             return f"layers of {model.name} see a window of tokens"
     if pair.target.device != pair.draft.device:
         return "the two models are on different devices"
+    if engine.selector.confidence:
+        return "the host must see where the draft is not confident"
     if engine.law not in (method.unchecked for method in METHODS.values()):
         return "a method of your own may wait for the device"
     if engine.gate and engine.gate.checked:

@@ -7,10 +7,14 @@ of L1 single tokens, then K paths of L2; `5` is a chain. What `--branches` may n
     3x4+2                 constant
     auto                  GBV's number of paths, 1 to 4, for each request of the batch
     entropy:1.2,6,3x2     the first shape where the draft's row at the root has at most 1.2 nats, else the second
+    confidence:0.5,8      a chain of at most 8 that ends behind the first token that the draft gave less than 0.5
     a folder              the network that `diversed select` trained, or a bundle that holds one
 
-A batch grows one topology a step. `auto` leaves the paths that a request did not ask for absent, so that a text does
-not depend on its batch; the others choose for the whole batch, which changes texts and not their law.
+Confidence decides while the chain is drawn: whether a token has a child depends on what was drawn up to it alone, so
+every method is exact for the chain that it is then handed.
+
+A batch grows one topology a step. `auto` and confidence leave the nodes that a request did not ask for absent, so that
+a text does not depend on its batch; the others choose for the whole batch, which changes texts and not their law.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, pad
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.multipath import choose_paths
-from .drafting import Topology, topology
+from .drafting import MAX_NODES, Topology, topology
 
 if TYPE_CHECKING:
     from .model import Pair
@@ -103,9 +107,11 @@ class Selector:
 
     looks_back: it needs hidden states of both models.
     by_request: the first number that a request's choice reads is how many of the tree's paths it wants.
+    confidence: a chain ends behind the first token whose probability in the draft's row is below this.
     """
 
     looks_back = by_request = False
+    confidence = 0.0
 
     def __init__(self, shapes: list[Topology]):
         self.shapes = shapes
@@ -170,6 +176,20 @@ class EntropySelector(Selector):
     def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
         wanted = [entropy for (entropy,), one in zip(numbers, active, strict=True) if one]
         return int(sum(wanted) > self.threshold * len(wanted))
+
+
+class ConfidenceSelector(Selector):
+    """A chain that may grow to the last of `shapes`; shape i, of i + 1 tokens, is what a batch drafted if it ended."""
+
+    def __init__(self, shapes: list[Topology], confidence: float):
+        super().__init__(shapes)
+        self.confidence = confidence
+
+    def look(self, known: Known) -> Tensor:
+        return known.rows.new_zeros(len(known.rows), 0)
+
+    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+        return len(self.shapes) - 1
 
 
 def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
@@ -416,4 +436,16 @@ def make_selector(
                 f"`branches` entropy is written entropy:NATS,SHAPE,SHAPE, such as entropy:1.2,6,3x2, got {text!r}"
             )
         return EntropySelector([parse_shape(shape).grow(drafting) for shape in shapes], limit)
+    if text.startswith("confidence:"):
+        threshold, _, length = text.removeprefix("confidence:").partition(",")
+        try:
+            confidence, tokens = float(threshold), int(length)
+        except ValueError:
+            confidence, tokens = 0.0, 0
+        if not (0 < confidence <= 1 and 0 < tokens < MAX_NODES):
+            raise ValueError(
+                "`branches` confidence is written confidence:PROBABILITY,TOKENS, such as confidence:0.5,8 with a "
+                f"probability above 0 and at most 1, got {text!r}"
+            )
+        return ConfidenceSelector([Shape(1, count).grow(drafting) for count in range(1, tokens + 1)], confidence)
     return Selector([parse_shape(text).grow(drafting)])

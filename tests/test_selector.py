@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diversed.runtime.completion import Request
+from diversed.runtime.completion import Completion, Request
 from diversed.runtime.decode import Engine, decode
 from diversed.runtime.sampling import Sampling
 from diversed.runtime.selector import (
@@ -18,6 +18,8 @@ from diversed.runtime.selector import (
     row_scalars,
     row_sums,
 )
+from diversed.verifier.enumerate_laws import drafts, model_law, random_pair, text_law
+from diversed.verifier.law import DraftTree
 from diversed.verifier.methods import METHODS
 from safetensors.torch import save_file
 
@@ -87,6 +89,68 @@ def test_an_entropy_that_chooses_the_tree_keeps_the_law():
     )  # fmt: skip
     assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
     assert {tuple(c.drafted_by_depth) for c in texts} > {(1, 1)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_chain_that_ends_where_the_draft_is_not_confident_is_exact(name):
+    """By enumeration of all chains that may be drawn, with the row of an ended chain's last token left out."""
+    method = METHODS[name]
+    for kind in ("random", "tied", "zeros"):
+        pair = random_pair(3, 5, kind, torch.Generator().manual_seed(4))
+        every = drafts(pair, "chain", (-1, 0, 1, 2, 3))
+        tree, lengths = every.tree, set()
+        for confidence in (0.2, 0.4, 0.6):
+            given = pair.draft[every.contexts[:, :-1]].gather(2, tree.tokens[:, 1:, None])[..., 0]
+            grows = torch.cat([torch.ones(len(given), 1), given[:, :-1] >= confidence], 1).cumprod(1).bool()
+            lengths |= set(grows.sum(1).tolist())
+            tokens = torch.cat([tree.tokens[:, :1], tree.tokens[:, 1:].where(grows, -1)], 1)
+            draft = torch.cat([tree.draft[:, :-1] * grows.unsqueeze(-1), tree.draft[:, -1:]], 1)
+            ended = DraftTree(tokens, tree.parents, draft, tree.target)
+            found = text_law(every, method.law(ended), pair.target, pair.length)
+            assert (found - model_law(pair.target, pair.length)).abs().max() < 1e-12
+        assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("method", ["token", "block", "univer"])
+@pytest.mark.parametrize("relaxation", ["none", "ensemble:0.4"])
+def test_a_chain_ends_behind_the_first_token_that_the_draft_is_not_sure_of(method, relaxation, monkeypatch):
+    """Alone as in a batch, by the laws of every tree as by the formulas for chains; against the draft's own rows."""
+    pair, prompts = tiny_pair(11, end=False), [[2, 3, 4], [5], [6, 2, 3], [4, 4]]
+    options = {"method": method, "relaxation": relaxation, "max_new_tokens": 24}
+    options |= {"branches": "confidence:0.1,5", "seeds": [7, 8, 9, 10]}
+    ended, record = [], Completion.add_step
+
+    def spy(completion, new, accepted, drafted, depth, *rest):
+        ended.append((len(drafted), depth))
+        record(completion, new, accepted, drafted, depth, *rest)
+
+    monkeypatch.setattr(Completion, "add_step", spy)
+    alone = decode(pair, prompts, batch=1, **options)
+    assert {drafted for drafted, _ in ended} > {1, 2, 3}
+    assert all(drafted == depth for drafted, depth in ended[:5]), "alone, the draft stops with its text"
+    calls = sum(c.draft_calls for c in alone)
+    together = decode(pair, prompts, **options)
+    monkeypatch.setattr("diversed.runtime.batch.serves", lambda *_: False)
+    general = decode(pair, prompts, **options)
+    assert [c.tokens for c in alone] == [c.tokens for c in together] == [c.tokens for c in general]
+    assert sum(c.drafted for c in alone) == sum(c.drafted for c in together) < sum(c.draft_calls for c in together)
+    assert calls <= sum(c.draft_calls for c in together)
+
+
+def test_a_chain_that_ends_early_keeps_the_law():
+    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
+    texts = decode(
+        pair, [prompt] * (TEXTS // 10), method="block", branches="confidence:0.3,3", batch=20, max_new_tokens=LENGTH
+    )
+    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
+
+
+def test_what_ends_while_it_is_drawn_is_refused_where_leaves_and_shapes_must_be_known():
+    pair = tiny_pair(11)
+    with pytest.raises(ValueError, match="`relax_leaf` needs leaves that are known"):
+        Engine(pair, "token", branches="confidence:0.5,4", relax_leaf=True)
+    with pytest.raises(ValueError, match="`compile` needs .* the host must see where the draft is not confident"):
+        Engine(pair, "token", branches="confidence:0.5,4", compile=True)
 
 
 @pytest.mark.parametrize("method", ["specinfer", "kseq", "traversal", "gbv", "univer"])
@@ -172,6 +236,12 @@ def test_a_shape_is_read_and_written(text, shape):
         ("traversal", "9x999", "more than 512 nodes"),
         ("traversal", "entropy:low,2,3", "written entropy:NATS,SHAPE,SHAPE"),
         ("traversal", "entropy:1.0,2", "written entropy:NATS,SHAPE,SHAPE"),
+        ("token", "confidence:0.5", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:0,8", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:nan,8", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:0.5,0", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:0.5,3x2", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:0.5,8,2", "written confidence:PROBABILITY,TOKENS"),
         ("block", "2x3", "verifies one chain"),
         ("traversal", "./nowhere", "has no selector.json and no selector.safetensors; `diversed select` writes both"),
     ],
