@@ -278,8 +278,9 @@ def _end_to_end(parameters: list[Tensor | None], columns: bool = False) -> Tenso
         for parameter, start in zip(parameters, starts, strict=True)
     ):
         return first.detach().as_strided(shape, strides)
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    joined = joined.t().contiguous().t() if columns else joined
+    with torch.inference_mode(False):  # the module may be trained later
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        joined = joined.t().contiguous().t() if columns else joined
     for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return joined
@@ -320,4 +321,5 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 @lru_cache
 def _constants(size: int, epsilon: float) -> tuple[Tensor, Tensor]:
     """The length of a vector whose mean square is epsilon, and nothing."""
-    return torch.tensor((size * epsilon) ** 0.5), torch.zeros(())
+    with torch.inference_mode(False):
+        return torch.tensor((size * epsilon) ** 0.5), torch.zeros(())

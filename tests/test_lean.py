@@ -7,12 +7,13 @@ import sys
 import pytest
 import torch
 from diversed.runtime import lean
+from diversed.runtime.decode import decode
 from diversed.runtime.lean import SWITCH, obstacle
-from diversed.runtime.model import Model
+from diversed.runtime.model import Model, Pair
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .support.models import module
+from .support.models import module, tiny_pair
 
 SMALL = {
     "vocab_size": 23, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -147,6 +148,19 @@ def test_weights_by_columns_can_be_trained_and_written():
     built.requires_grad_()(tokens, labels=tokens).loss.backward()
     torch.optim.SGD(built.parameters(), 0.1).step()
     assert torch.allclose(Model(built, "trained")(tokens, tokens, None, None).logits, built(tokens).logits, atol=1e-4)
+
+
+def test_a_module_that_was_cast_and_decoded_with_can_be_trained():
+    """Decoding runs in torch's inference mode, and what it lays out anew must not be of it."""
+    built = build(*CASES["smollm"])
+    model = Model(built, "lean")
+    built.double()
+    pair = Pair(model, model, tiny_pair(11).tokenizer, model.vocab, (1,))
+    relaxed = decode(pair, [[2, 3]], method="gbv", relaxation="ensemble:0.3;budget=2", max_new_tokens=9)
+    assert relaxed[0].target_calls > 1
+    tokens = torch.arange(20).unsqueeze(0)
+    built.requires_grad_()(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in built.parameters())
 
 
 def test_a_module_whose_weights_are_replaced_or_cast_is_collected_anew(monkeypatch):

@@ -310,4 +310,5 @@ def _levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[Tensor
     depth = depths(parents)
     levels = [[node for node in range(len(parents)) if depth[node] == level] for level in range(max(depth) + 1)]
     above = [[max(parents[node], 0) for node in nodes] for nodes in levels]
-    return [tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)]
+    with torch.inference_mode(False):  # gradients may go through later rows
+        return [tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)]
