@@ -245,7 +245,7 @@ class Batch:
         return tokens, *self._padded(ran)
 
     def _going(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """[B, 1] bool, whether the chain goes on behind its last token, drawn from row [B, 1, V]; a zero row is an end."""
+        """[B, 1] bool, whether the chain goes on behind its last token, drawn from row [B, 1, V]; no zero row does."""
         return row[:, 0].gather(1, tokens[:, -1:].clamp_min(0)) >= self.engine.selector.confidence
 
     def _padded(self, ran: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
