@@ -1,9 +1,11 @@
 """Tokens per second of decoding: our own loop, method by method, beside transformers' `generate` in the same run.
 
 Every case continues the same prompts with the same weights, temperature, lengths and threads; plain decoding and
-transformers are cases like any other. First each speculative case finds its draft length on prompts of its own. Then
-the cases take turns, one repetition each, so that a busy machine slows all alike: a value is the median of the
-repetitions, its interval the lowest and the highest, and a ratio the median of the ratios of one repetition.
+transformers are cases like any other. First each speculative case finds on prompts of its own how long its drafts are:
+a number of tokens or, for chains and for transformers, as many or fewer, up to a token that the draft gave less than
+some probability. Then the cases take turns, one repetition each, so that a busy machine slows all alike: a value is the
+median of the repetitions, its interval the lowest and the highest, and a ratio the median of the ratios of one
+repetition.
 
 A learned verifier's gain over exact verification has a second row, `predicted`: what the tokens per target call allow
 if a step costs one target call and its draft calls and nothing else.
@@ -43,30 +45,32 @@ RIVALS = {
 # Trees are drawn with two children at the root and single file below: the smallest tree that is one.
 TREES = {"traversal": 2, "univer": 2, "gbv": 2, "rrsw": 2, "greedy_tree": 2, "specinfer": 2, "kseq": 2}
 
-TURNS = 5  # in which a case finds its draft length
+TURNS = 5  # in which a case finds how long its drafts are
+NO_DRAFT = (0, 0.0)
+Draft = tuple[int, float]  # tokens at most, and the confidence below which it ends or 0
+Counts = tuple[int, int, int]  # tokens, target calls, draft calls
 
 
 @dataclass
 class _Case:
     """One way of decoding.
 
-    run:        (prompts, draft length, seed) -> new tokens and target calls, the latter 0 where it is not known.
-    lengths:    draft lengths to choose from; (0,) where nothing is drafted.
+    run:        (prompts, draft, seed) -> what it took; calls are 0 where they are not known.
+    drafts:     to choose from.
     rates:      tokens per second of every repetition.
-    tokens, calls: summed over the repetitions.
+    counts:     summed over the repetitions.
     """
 
-    run: Callable[[list[list[int]], int, int], tuple[int, int]]
-    lengths: list[int]
-    draft_length: int = 0
+    run: Callable[[list[list[int]], Draft, int], Counts]
+    drafts: list[Draft]
+    draft: Draft = NO_DRAFT
     rates: list[float] = field(default_factory=list)
-    tokens: int = 0
-    calls: int = 0
+    counts: Counts = (0, 0, 0)
 
-    def timed(self, prompts: list[list[int]], draft_length: int, seed: int) -> tuple[float, int, int]:
+    def timed(self, prompts: list[list[int]], draft: Draft, seed: int) -> tuple[float, Counts]:
         start = time.perf_counter()
-        tokens, calls = self.run(prompts, draft_length, seed)
-        return tokens / (time.perf_counter() - start), tokens, calls
+        counts = self.run(prompts, draft, seed)
+        return counts[0] / (time.perf_counter() - start), counts
 
 
 def run(
@@ -84,6 +88,7 @@ def run(
     learned: str | None = None,
     transformers: bool = True,
     draft_lengths: list[int] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    confidences: list[float] = [],  # noqa: B006
     tuning_prompts: int = 3,
     repetitions: int = 7,
     batch: int = 1,
@@ -93,7 +98,7 @@ def run(
     seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
-    """One row a case: tokens per second at its best draft length.
+    """One row a case: tokens per second where its drafts are as long as is best for it.
 
     Args:
         target: folder, hub name or .gguf file of the model being served.
@@ -109,7 +114,9 @@ def run(
         learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
         transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
         draft_lengths: to choose from.
-        tuning_prompts: on which each case finds its draft length; the others are measured on.
+        confidences: to choose from too, where a chain is drafted: it has the longest of the lengths or ends behind a
+            token that the draft gave less; not for compiled steps.
+        tuning_prompts: on which each case finds how long its drafts are; the others are measured on.
         repetitions: of every case, in turns.
         batch: prompts decoded together.
         max_new_tokens: tokens a text may have.
@@ -123,8 +130,8 @@ def run(
     encoded = encoded_prompts(pair, task, data, prompt, tuning_prompts + prompts, seed)
     return compare(
         pair, encoded, methods=methods, static=static, learned=learned, transformers=transformers,
-        draft_lengths=draft_lengths, tuning_prompts=tuning_prompts, repetitions=repetitions, batch=batch,
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, compile=compile,
+        draft_lengths=draft_lengths, confidences=confidences, tuning_prompts=tuning_prompts, repetitions=repetitions,
+        batch=batch, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, compile=compile,
     )  # fmt: skip
 
 
@@ -143,6 +150,7 @@ def compare(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    confidences: list[float] = [],  # noqa: B006
     compile: bool = False,
 ) -> list[dict]:
     """`run` for a pair and encoded prompts that are there already."""
@@ -152,17 +160,18 @@ def compare(
     if learned:
         plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
     engine = partial(Engine, pair, sampling=Sampling(temperature), compile=compile)
-    cases = {name: _case(engine, *plan, draft_lengths, max_new_tokens, batch) for name, plan in plans.items()}
+    drafts = [(length, 0.0) for length in draft_lengths] + [(max(draft_lengths), least) for least in confidences]
+    cases = {name: _case(engine, *plan, drafts, max_new_tokens, batch) for name, plan in plans.items()}
     if transformers and batch == 1:
-        cases |= _transformers(pair, static, draft_lengths, temperature, max_new_tokens)
+        cases |= _transformers(pair, static, drafts, temperature, max_new_tokens)
     _note(learned, transformers, batch)
     _tune(cases, encoded[:tuning_prompts], seed)
     console = Console(stderr=True)
     for repetition in track(range(repetitions), "decode", console=console):
         for case in cases.values():
-            rate, tokens, calls = case.timed(encoded[tuning_prompts:], case.draft_length, seed + repetition)
+            rate, counts = case.timed(encoded[tuning_prompts:], case.draft, seed + repetition)
             case.rates.append(rate)
-            case.tokens, case.calls = case.tokens + tokens, case.calls + calls
+            case.counts = tuple(map(sum, zip(case.counts, counts, strict=True)))
     relative = _relative_cost(pair, encoded[0])
     return [row for name in cases for row in _rows(name, cases, relative)]
 
@@ -176,28 +185,31 @@ def _note(learned: str | None, transformers: bool, batch: int) -> None:
 
 
 def _case(
-    make: Callable[..., Engine], method: str, rule: str, lengths: list[int], new_tokens: int, batch: int
+    make: Callable[..., Engine], method: str, rule: str, drafts: list[Draft], new_tokens: int, batch: int
 ) -> _Case:
-    """Our own loop; an engine for each draft length is kept, and with it what was captured or compiled for it."""
+    """Our own loop; an engine for each kind of draft is kept, and with it what was captured or compiled for it."""
 
     @cache
-    def engine(draft_length: int) -> Engine:
-        branches = TREES.get(method)
-        if branches and method not in ("gbv", "specinfer", "kseq"):
-            branches = [branches] + [1] * (draft_length - 1)
-        return make(method, rule, draft_length, branches)
+    def engine(draft: Draft) -> Engine:
+        length, confidence = draft
+        branches = f"confidence:{confidence},{length}" if confidence else TREES.get(method)
+        if method in TREES and method not in ("gbv", "specinfer", "kseq"):
+            branches = [branches] + [1] * (length - 1)
+        return make(method, rule, length, branches)
 
-    def run(prompts, draft_length, seed):
+    def run(prompts, draft, seed):
         requests = {i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)}
         for i, request in requests.items():
-            engine(draft_length).check(i, request)
-        done = engine(draft_length).run(requests, batch).values()
-        return sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
+            engine(draft).check(i, request)
+        done = engine(draft).run(requests, batch).values()
+        return sum(len(c.tokens) for c in done), sum(c.target_calls for c in done), sum(c.draft_calls for c in done)
 
-    return _Case(run, [0] if method == "plain" else lengths)
+    if method in TREES:
+        drafts = [draft for draft in drafts if not draft[1]]
+    return _Case(run, [NO_DRAFT] if method == "plain" else drafts)
 
 
-def _transformers(pair: Pair, static: float, lengths: list[int], temperature: float, new_tokens: int):
+def _transformers(pair: Pair, static: float, drafts: list[Draft], temperature: float, new_tokens: int):
     """`generate` on modules as transformers loads them; our own loop lays out the weights anew."""
     from transformers import GenerationConfig
 
@@ -208,26 +220,26 @@ def _transformers(pair: Pair, static: float, lengths: list[int], temperature: fl
         common |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     target, assistant = (_by_rows(model.module) for model in (pair.target, pair.draft))
 
-    def case(lengths: list[int], **extra) -> _Case:
-        def run(prompts, draft_length, seed):
+    def case(drafts: list[Draft], **extra) -> _Case:
+        def run(prompts, draft, seed):
             torch.manual_seed(seed)
             total = 0
-            if draft_length:  # the assistant's own settings decide how much it drafts
-                assistant.generation_config.num_assistant_tokens = draft_length
-                assistant.generation_config.num_assistant_tokens_schedule = "constant"
-                assistant.generation_config.assistant_confidence_threshold = 0.0
             for prompt in prompts:
+                if draft[0]:  # the assistant's own settings decide how much it drafts; it may change the confidence
+                    assistant.generation_config.num_assistant_tokens = draft[0]
+                    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+                    assistant.generation_config.assistant_confidence_threshold = draft[1]
                 ids = torch.tensor([prompt], device=pair.target.device)
                 text = target.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
                 total += text.shape[1] - len(prompt)
-            return total, 0
+            return total, 0, 0
 
-        return _Case(run, lengths)
+        return _Case(run, drafts)
 
-    cases = {"transformers plain": case([0]), "transformers assisted": case(lengths, assistant_model=assistant)}
+    cases = {"transformers plain": case([NO_DRAFT]), "transformers assisted": case(drafts, assistant_model=assistant)}
     if static and hasattr(GenerationConfig(), "assistant_ensemble_weight"):
         # transformers states the target's share
-        cases["transformers static"] = case(lengths, assistant_model=assistant, assistant_ensemble_weight=1 - static)
+        cases["transformers static"] = case(drafts, assistant_model=assistant, assistant_ensemble_weight=1 - static)
     return cases
 
 
@@ -240,17 +252,17 @@ def _by_rows(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
-    """Set every case's draft length to the fastest of its lengths, by the median of the turns."""
+    """Set every case's draft to its fastest, by the median of the turns."""
     for case in cases.values():
-        for length in case.lengths:
-            case.run(prompts[:1], length, seed)  # what is computed once is no one's time
-    rates = {name: {length: [] for length in case.lengths} for name, case in cases.items()}
+        for draft in case.drafts:
+            case.run(prompts[:1], draft, seed)  # what is computed once is no one's time
+    rates = {name: {draft: [] for draft in case.drafts} for name, case in cases.items()}
     for turn in range(TURNS):
         for name, case in cases.items():
-            for length in case.lengths if len(case.lengths) > 1 else ():
-                rates[name][length].append(case.timed(prompts, length, seed + 1 + turn)[0])
+            for draft in case.drafts if len(case.drafts) > 1 else ():
+                rates[name][draft].append(case.timed(prompts, draft, seed + 1 + turn)[0])
     for name, case in cases.items():
-        case.draft_length = max(case.lengths, key=lambda length: statistics.median(rates[name][length] or [0.0]))
+        case.draft = max(case.drafts, key=lambda draft: statistics.median(rates[name][draft] or [0.0]))
 
 
 def _relative_cost(pair: Pair, prompt: list[int]) -> float:
@@ -284,10 +296,13 @@ def _rows(name: str, cases: dict[str, _Case], relative: float) -> list[dict]:
     }
     span = {"low": min(case.rates), "high": max(case.rates)}
     rows = [{"case": name, "value": statistics.median(case.rates), "unit": "tokens/s", **span, "vs": ratios}]
-    if case.draft_length:
-        rows.append({"case": f"{name}, draft length", "value": case.draft_length, "unit": "tokens"})
-    if case.calls:
-        rows.append({"case": f"{name}, per call", "value": case.tokens / case.calls, "unit": "tokens/call"})
+    (length, confidence), (tokens, calls, _) = case.draft, case.counts
+    if length:
+        rows.append({"case": f"{name}, draft length", "value": length, "unit": "tokens"})
+    if confidence:
+        rows.append({"case": f"{name}, confidence", "value": confidence, "unit": "probability"})
+    if calls:
+        rows.append({"case": f"{name}, per call", "value": tokens / calls, "unit": "tokens/call"})
     exact = cases.get(name.removeprefix("learned+"))
     if name.startswith("learned+") and exact:
         allowed = _per_cost(case, relative) / _per_cost(exact, relative)
@@ -297,4 +312,5 @@ def _rows(name: str, cases: dict[str, _Case], relative: float) -> list[dict]:
 
 def _per_cost(case: _Case, relative: float) -> float:
     """Tokens for the cost of one target call, where a draft call costs `relative` of one."""
-    return case.tokens / case.calls / (1 + case.draft_length * relative)
+    tokens, target_calls, draft_calls = case.counts
+    return tokens / (target_calls + draft_calls * relative)

@@ -52,8 +52,18 @@ def test_batches_are_measured_without_transformers_which_takes_one_prompt(folder
 
 
 def test_a_prediction_counts_tokens_for_the_cost_of_the_models_alone():
-    case = decode._Case(run=None, lengths=[2], draft_length=2, tokens=30, calls=10)
+    case = decode._Case(run=None, drafts=[(2, 0.0)], counts=(30, 10, 20))
     assert decode._per_cost(case, relative=0.25) == pytest.approx(30 / 10 / 1.5)
+
+
+def test_chains_may_end_where_the_draft_is_not_confident_and_trees_do_not(folders, monkeypatch):
+    """The turns that choose are replaced: every case takes what it lists last."""
+    monkeypatch.setattr(decode, "_tune", lambda cases, *_: [setattr(c, "draft", c.drafts[-1]) for c in cases.values()])
+    found = cases(folders, confidences=[0.2, 0.6])
+    sure = {case.removesuffix(", confidence"): row["value"] for case, row in found.items() if "confidence" in case}
+    assert sure == dict.fromkeys(("block", "static+block", "transformers assisted", "transformers static"), 0.6)
+    assert found["block, draft length"]["value"] == found["univer, draft length"]["value"] == 2
+    assert 1 <= found["block, per call"]["value"] <= 3
 
 
 def test_the_share_outside_the_models_is_a_share(folders):
