@@ -2,10 +2,10 @@
 
 Every case continues the same prompts with the same weights, temperature, lengths and threads; plain decoding and
 transformers are cases like any other. First each speculative case finds on prompts of its own how long its drafts are:
-a number of tokens or, for chains and for transformers, as many or fewer, up to a token that the draft gave less than
-some probability. Then the cases take turns, one repetition each, so that a busy machine slows all alike: a value is the
-median of the repetitions, its interval the lowest and the highest, and a ratio the median of the ratios of one
-repetition.
+a number of tokens or, in cases called `+confidence`, as many or fewer, up to a token that the draft gave less than some
+probability; transformers' assisted generation may choose among all of these. Then the cases take turns, one repetition
+each, so that a busy machine slows all alike: a value is the median of the repetitions, its interval the lowest and the
+highest, and a ratio the median of the ratios of one repetition.
 
 A learned verifier's gain over exact verification has a second row, `predicted`: what the tokens per target call allow
 if a step costs one target call and its draft calls and nothing else.
@@ -36,6 +36,8 @@ from .efficiency import encoded_prompts
 RIVALS = {
     "token": ("plain", "transformers assisted"),
     "block": ("plain", "token", "transformers assisted"),
+    "token+confidence": ("plain", "token", "transformers assisted"),
+    "block+confidence": ("plain", "block", "transformers assisted"),
     "plain": ("transformers plain",),
     "static+block": ("block", "transformers static"),
     "learned+block": ("block", "plain", "static+block", "transformers assisted"),
@@ -114,8 +116,8 @@ def run(
         learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
         transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
         draft_lengths: to choose from.
-        confidences: to choose from too, where a chain is drafted: it has the longest of the lengths or ends behind a
-            token that the draft gave less; not for compiled steps.
+        confidences: of token and block verification whose chains have the longest of the lengths or end behind a token
+            that the draft gave less; not for compiled steps.
         tuning_prompts: on which each case finds how long its drafts are; the others are measured on.
         repetitions: of every case, in turns.
         batch: prompts decoded together.
@@ -160,10 +162,14 @@ def compare(
     if learned:
         plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
     engine = partial(Engine, pair, sampling=Sampling(temperature), compile=compile)
-    drafts = [(length, 0.0) for length in draft_lengths] + [(max(draft_lengths), least) for least in confidences]
-    cases = {name: _case(engine, *plan, drafts, max_new_tokens, batch) for name, plan in plans.items()}
+    constant = [(length, 0.0) for length in draft_lengths]
+    ended = [(max(draft_lengths), confidence) for confidence in confidences]
+    cases = {name: _case(engine, *plan, constant, max_new_tokens, batch) for name, plan in plans.items()}
+    for name in ("token", "block") if ended else ():
+        if name in cases:
+            cases[f"{name}+confidence"] = _case(engine, name, "none", ended, max_new_tokens, batch)
     if transformers and batch == 1:
-        cases |= _transformers(pair, static, drafts, temperature, max_new_tokens)
+        cases |= _transformers(pair, static, constant + ended, temperature, max_new_tokens)
     _note(learned, transformers, batch)
     _tune(cases, encoded[:tuning_prompts], seed)
     console = Console(stderr=True)
@@ -204,8 +210,6 @@ def _case(
         done = engine(draft).run(requests, batch).values()
         return sum(len(c.tokens) for c in done), sum(c.target_calls for c in done), sum(c.draft_calls for c in done)
 
-    if method in TREES:
-        drafts = [draft for draft in drafts if not draft[1]]
     return _Case(run, [NO_DRAFT] if method == "plain" else drafts)
 
 

@@ -56,14 +56,16 @@ def test_a_prediction_counts_tokens_for_the_cost_of_the_models_alone():
     assert decode._per_cost(case, relative=0.25) == pytest.approx(30 / 10 / 1.5)
 
 
-def test_chains_may_end_where_the_draft_is_not_confident_and_trees_do_not(folders, monkeypatch):
+def test_chains_and_the_assistant_may_end_where_the_draft_is_not_confident(folders, monkeypatch):
     """The turns that choose are replaced: every case takes what it lists last."""
     monkeypatch.setattr(decode, "_tune", lambda cases, *_: [setattr(c, "draft", c.drafts[-1]) for c in cases.values()])
     found = cases(folders, confidences=[0.2, 0.6])
-    sure = {case.removesuffix(", confidence"): row["value"] for case, row in found.items() if "confidence" in case}
-    assert sure == dict.fromkeys(("block", "static+block", "transformers assisted", "transformers static"), 0.6)
-    assert found["block, draft length"]["value"] == found["univer, draft length"]["value"] == 2
-    assert 1 <= found["block, per call"]["value"] <= 3
+    sure = {case for case, row in found.items() if (row["value"], row["unit"]) == (0.6, "probability")}
+    assistants = "transformers assisted", "transformers static"
+    assert sure == {f"{case}, confidence" for case in ("block+confidence", *assistants)}
+    assert found["block, draft length"]["value"] == found["block+confidence, draft length"]["value"] == 2
+    assert set(found["block+confidence"]["vs"]) == {"plain", "block", "transformers assisted"}
+    assert 1 <= found["block+confidence, per call"]["value"] <= 3
 
 
 def test_the_share_outside_the_models_is_a_share(folders):
