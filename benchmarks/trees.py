@@ -5,6 +5,9 @@ shape, for an entropy threshold, for the network of `diversed select` and for a 
 constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
 bootstrap intervals over prompts.
 
+Where chains are drafted, `confidence` is one that ends behind the first token that the draft gave less than a half.
+That is decided while the chain is drawn, so that labels of shapes say nothing of it.
+
 From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies predict them for the
 very steps that were taken, and as measured, where the latencies are this machine's.
 """
@@ -30,10 +33,12 @@ from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 from ..runtime.selector import SCALARS, parse_shape, read_selector_card
 from ..train.selector import GPU, Contexts, SelectorModule, contexts
+from ..verifier.methods import METHODS
 from .efficiency import encoded_prompts, ratio_of_sums
 from .latency import clock_of
 
 RESAMPLES = 2000
+CONFIDENCE = "confidence:0.5,8"
 QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
 
 
@@ -110,6 +115,8 @@ def run(
 
 def _choices(method: str, base: str, selectors: str) -> list[tuple[str, str]]:
     found = [(base, base), ("selector", f"{selectors}/{method}")]
+    if METHODS[method].drafting == "chain":
+        found.append(("confidence", CONFIDENCE))
     return [*found, ("auto", "auto")] if method == "gbv" else found
 
 
@@ -201,11 +208,12 @@ class _Case:
 
     def decode(self, request: Request, clock, keep: bool) -> None:
         """Decode one text; the prefill and the first step are not counted."""
-        ends, counts, looked, chosen, remembered = [], [], [], [], []
+        ends, counts, looked, chosen, remembered, grown = [], [], [], [], [], []
         selector = self.engine.selector
         selector.look = _watched(selector.look, looked, clock)
         selector.choose = _watched(selector.choose, chosen, clock)
-        selector.remember = _watched(selector.remember, remembered, clock)
+        remember = _watched(selector.remember, remembered, clock)
+        selector.remember = lambda tree, *rest: (grown.append(tree.parents), remember(tree, *rest))[1]
         (done,) = self.engine.run(
             {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
         ).values()
@@ -216,7 +224,8 @@ class _Case:
         self.calls.append(len(ends) - 1)
         self.seconds.append(ends[-1] - ends[0])
         self.context.append(len(request.tokens) + len(done.tokens) / 2)
-        self.grown.append(Counter([shape for shape, _ in chosen[1:]] or [0] * (len(ends) - 1)))
+        places = {shape.parents: place for place, shape in enumerate(self.engine.shapes)}
+        self.grown.append(Counter([places[tree] for tree in grown[1:]] or [0] * (len(ends) - 1)))
         self.choosing += sum(taken for _, taken in looked[1:] + chosen[1:] + remembered[1:])
 
     def predicted(self, costs: Latencies) -> list[float]:
