@@ -5,8 +5,8 @@ shape, for an entropy threshold, for the network of `diversed select` and for a 
 constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
 bootstrap intervals over prompts.
 
-Where chains are drafted, `confidence` is one that ends behind the first token that the draft gave less than a half.
-That is decided while the chain is drawn, so that labels of shapes say nothing of it.
+Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first that the draft gave less
+than some probability. That is decided while the chain is drawn, so that labels of shapes say nothing of it.
 
 From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies predict them for the
 very steps that were taken, and as measured, where the latencies are this machine's.
@@ -38,7 +38,6 @@ from .efficiency import encoded_prompts, ratio_of_sums
 from .latency import clock_of
 
 RESAMPLES = 2000
-CONFIDENCE = "confidence:0.5,8"
 QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
 
 
@@ -57,6 +56,7 @@ def run(
     prompts: int = 8,
     methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
     temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
+    confidences: list[float] = [0.5, 0.95],  # noqa: B006
     max_new_tokens: int = 48,
     seed: int = 0,
     threads: int = 1,
@@ -77,6 +77,7 @@ def run(
         prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
         methods: of the selectors there.
         temperatures: of the labels there.
+        confidences: each a case of the methods that draft chains.
         max_new_tokens: tokens of a test text.
         seed: of test prompts and texts.
         threads: CPU threads.
@@ -103,7 +104,7 @@ def run(
         _Case(method, temperature, name, Engine(pair, method, draft_length=parse_shape(base).depth, branches=branches,
                                                 sampling=Sampling(temperature)))
         for (method, temperature), base in shapes.items()
-        for name, branches in _choices(method, base, selectors)
+        for name, branches in _choices(method, base, selectors, confidences)
     ]  # fmt: skip
     for number, request in enumerate(track(requests, "trees", console=Console(stderr=True))):
         for case in cases:
@@ -113,10 +114,10 @@ def run(
     return rows
 
 
-def _choices(method: str, base: str, selectors: str) -> list[tuple[str, str]]:
+def _choices(method: str, base: str, selectors: str, confidences: list[float]) -> list[tuple[str, str]]:
     found = [(base, base), ("selector", f"{selectors}/{method}")]
     if METHODS[method].drafting == "chain":
-        found.append(("confidence", CONFIDENCE))
+        found += [(f"confidence {least:g}", f"confidence:{least},8") for least in confidences]
     return [*found, ("auto", "auto")] if method == "gbv" else found
 
 

@@ -175,17 +175,22 @@ def test_the_benchmark_sets_what_is_predicted_beside_what_is_measured(selected):
     assert all(row["low"] <= row["value"] * 1.001 and row["value"] <= row["high"] * 1.001 for row in rows)
 
 
-def test_a_chain_that_ends_by_confidence_is_priced_by_the_steps_that_it_took(selected, monkeypatch):
+def test_a_chain_that_ends_by_confidence_is_priced_by_the_steps_that_it_took(selected):
     out, _ = selected
-    monkeypatch.setattr(trees, "CONFIDENCE", "confidence:0.2,3")
-    rows = trees.run(selectors=str(out), latencies="gpu", methods=["block", "traversal"], temperatures=[1.0], prompts=3)
+    rows = trees.run(
+        selectors=str(out), latencies="gpu", methods=["block", "traversal"], temperatures=[1.0], prompts=3,
+        confidences=[0.9],
+    )  # fmt: skip
     found = {(row["case"], row["unit"]): row for row in rows if "held out" not in row["case"]}
-    assert "T=1 traversal confidence" not in {case for case, _ in found}
-    ended = found["T=1 block confidence, predicted", "tokens/s"]
+    assert [case for case, _ in found if "confidence" in case] == [
+        "T=1 block confidence 0.9",
+        "T=1 block confidence 0.9, predicted",
+    ]
+    ended = found["T=1 block confidence 0.9, predicted", "tokens/s"]
     assert ended["low"] <= ended["value"] <= ended["high"] and ended["vs"]
-    per_call = found["T=1 block confidence", "tokens/call"]["value"]
-    assert 1 < per_call <= 4
-    longest = simulated().step("block", parse_shape("3"), torch.zeros(1).numpy())[0]
+    per_call = found["T=1 block confidence 0.9", "tokens/call"]["value"]
+    assert 1 < per_call <= 9
+    longest = simulated().step("block", parse_shape("8"), torch.zeros(1).numpy())[0]
     assert ended["value"] > 1e3 * per_call / longest, "every step would be as long as the chain may grow"
 
 
