@@ -5,8 +5,8 @@ shape, for an entropy threshold, for the network of `diversed select` and for a 
 constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
 bootstrap intervals over prompts.
 
-Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first that the draft gave less
-than some probability. That is decided while the chain is drawn, so that labels of shapes say nothing of it.
+Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first that the draft gave
+less than some probability. That is decided while the chain is drawn, so that labels of shapes say nothing of it.
 
 From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies predict them for the
 very steps that were taken, and as measured, where the latencies are this machine's.
