@@ -156,6 +156,12 @@ def compare(
     compile: bool = False,
 ) -> list[dict]:
     """`run` for a pair and encoded prompts that are there already."""
+    check_confidences(confidences)
+    if confidences and compile:
+        raise ValueError(
+            "`confidences` end chains where the host must look, which compiled steps do not wait for; leave "
+            "`confidences` or `compile` out"
+        )
     plans = {name: (name, "none") for name in methods}
     if static:
         plans["static+block"] = ("block", f"ensemble:{static}")
@@ -180,6 +186,12 @@ def compare(
             case.counts = tuple(map(sum, zip(case.counts, counts, strict=True)))
     relative = _relative_cost(pair, encoded[0])
     return [row for name in cases for row in _rows(name, cases, relative)]
+
+
+def check_confidences(values: list[float]) -> None:
+    """Refuse what no chain can end by."""
+    if bad := [value for value in values if not 0 < value <= 1]:
+        raise ValueError(f"`confidences` must be probabilities above 0 and at most 1, got {bad[0]}")
 
 
 def _note(learned: str | None, transformers: bool, batch: int) -> None:

@@ -34,6 +34,7 @@ from ..runtime.sampling import Sampling
 from ..runtime.selector import SCALARS, parse_shape, read_selector_card
 from ..train.selector import GPU, Contexts, SelectorModule, contexts
 from ..verifier.methods import METHODS
+from .decode import check_confidences
 from .efficiency import encoded_prompts, ratio_of_sums
 from .latency import clock_of
 
@@ -83,6 +84,7 @@ def run(
         threads: CPU threads.
     """
     torch.set_num_threads(threads)
+    check_confidences(confidences)
     costs = simulated() if latencies == GPU else read_latencies(latencies)
     folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
     rows, shapes = [], {}

@@ -333,9 +333,10 @@ class Batch:
     def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, verdict: Verdict):
         """Lists, one a row: substitutions and the draft's share along its path, see `Completion.add_step`."""
         if relaxed is tree:  # every row is the target's own
-            ran = self.drafted_depths
-            share = [0.0] * ran + [float("nan")] * (self.shape.depth + 1 - ran)
-            return [[0.0] * len(share)] * len(tree.tokens), [share] * len(tree.tokens)
+            ran, depths = [self.drafted_depths] * len(tree.tokens), self.shape.depth + 1
+            if self.engine.selector.confidence:  # chains that ended before others of the batch
+                ran = (tree.draft.amax(-1) > 0).sum(1).tolist()
+            return [[0.0] * depths] * len(ran), [[0.0] * run + [math.nan] * (depths - run) for run in ran]
         cost, path = substitutions(tree, relaxed), self._path(verdict)
         share = self._share(tree, cost, weight)
         return cost.double().gather(1, path).tolist(), share.gather(1, path).tolist()
@@ -373,7 +374,7 @@ class Batch:
             nodes = zip(shape.depth_list, tokens[row], strict=True)
             drafted = [depth for depth, token in nodes if 0 < depth <= reach and token >= 0]
             accepted = min(len(block) - 1, len(new))
-            completion.add_step(new, accepted, drafted, shape.depth, cost[row], share[row])
+            completion.add_step(new, accepted, drafted, self.engine.depth, cost[row], share[row])
             completion.draft_calls += self.drafted_depths
             if not self.active[row]:
                 text = self.engine.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -70,7 +70,7 @@ class Completion:
         new:         tokens it committed, up to the end of the text.
         accepted:    how many of them were drafted.
         drafted:     depth of every drafted token that the target checked and that does not lie after the end.
-        depth:       of the tree.
+        depth:       of the deepest tree that a step may grow.
         cost, share: substitutions and the draft's share at the positions from the root on; share is nan where the
                      draft was not run.
         """

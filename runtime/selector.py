@@ -423,8 +423,6 @@ def make_selector(
                 f"`branches` auto chooses the number of paths of gbv before each step, got method {method!r}"
             )
         return PathsSelector([topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)])
-    if Path(text).is_dir() or "/" in text:
-        return _load(Path(text), method, drafting, pair, sampling)
     if text.startswith("entropy:"):
         threshold, *shapes = text.removeprefix("entropy:").split(",")
         try:
@@ -448,4 +446,14 @@ def make_selector(
                 f"probability above 0 and at most 1, got {text!r}"
             )
         return ConfidenceSelector([Shape(1, count).grow(drafting) for count in range(1, tokens + 1)], confidence)
+    if _is_folder(text):
+        return _load(Path(text), method, drafting, pair, sampling)
     return Selector([parse_shape(text).grow(drafting)])
+
+
+def _is_folder(text: str) -> bool:
+    """Whether a text names a folder, there or not."""
+    try:
+        return "/" in text or Path(text).is_dir()
+    except OSError:  # longer than any name
+        return False

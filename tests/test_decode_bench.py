@@ -45,6 +45,19 @@ def test_every_case_is_compared_with_its_rivals_of_the_same_run(folders, capsys)
     assert "the learned cases are left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "confidences, compile, message",
+    [
+        ([0.5, 0.0], False, "`confidences` must be probabilities above 0 and at most 1, got 0.0"),
+        ([float("nan")], False, "`confidences` must be probabilities above 0 and at most 1, got nan"),
+        ([0.5], True, "`confidences` or `compile` out"),
+    ],
+)
+def test_confidences_that_no_chain_can_end_by_are_refused_at_once(folders, confidences, compile, message):
+    with pytest.raises(ValueError, match=message):
+        cases(folders, confidences=confidences, compile=compile)
+
+
 def test_batches_are_measured_without_transformers_which_takes_one_prompt(folders, capsys):
     found = cases(folders, batch=2, static=0.0)
     assert not [case for case in found if case.startswith(("transformers", "static"))]

@@ -120,19 +120,22 @@ def test_a_chain_ends_behind_the_first_token_that_the_draft_is_not_sure_of(metho
     options |= {"branches": "confidence:0.1,5", "seeds": [7, 8, 9, 10]}
     ended, record = [], Completion.add_step
 
-    def spy(completion, new, accepted, drafted, depth, *rest):
-        ended.append((len(drafted), depth))
-        record(completion, new, accepted, drafted, depth, *rest)
+    def spy(completion, new, accepted, drafted, *rest):
+        ended.append((len(drafted), completion.draft_calls))
+        record(completion, new, accepted, drafted, *rest)
 
     monkeypatch.setattr(Completion, "add_step", spy)
     alone = decode(pair, prompts, batch=1, **options)
     assert {drafted for drafted, _ in ended} > {1, 2, 3}
-    assert all(drafted == depth for drafted, depth in ended[:5]), "alone, the draft stops with its text"
+    for (drafted, before), (_, after) in zip(ended[:4], ended[1:5], strict=True):
+        assert drafted == after - before, "alone, the draft stops with its text"
     calls = sum(c.draft_calls for c in alone)
     together = decode(pair, prompts, **options)
     monkeypatch.setattr("diversed.runtime.batch.serves", lambda *_: False)
     general = decode(pair, prompts, **options)
     assert [c.tokens for c in alone] == [c.tokens for c in together] == [c.tokens for c in general]
+    for name in ("weight_count", "drafted_by_depth", "accepted_by_depth", "target_calls"):
+        assert len({str([getattr(c, name) for c in texts]) for texts in (alone, together, general)}) == 1
     assert sum(c.drafted for c in alone) == sum(c.drafted for c in together) < sum(c.draft_calls for c in together)
     assert calls <= sum(c.draft_calls for c in together)
 
@@ -242,6 +245,9 @@ def test_a_shape_is_read_and_written(text, shape):
         ("token", "confidence:0.5,0", "written confidence:PROBABILITY,TOKENS"),
         ("token", "confidence:0.5,3x2", "written confidence:PROBABILITY,TOKENS"),
         ("token", "confidence:0.5,8,2", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:1/2,8", "written confidence:PROBABILITY,TOKENS"),
+        ("token", "confidence:0.5," + 300 * "9", "written confidence:PROBABILITY,TOKENS"),
+        ("token", 300 * "9", "a shape is written PATHSxLENGTH"),
         ("block", "2x3", "verifies one chain"),
         ("traversal", "./nowhere", "has no selector.json and no selector.safetensors; `diversed select` writes both"),
     ],

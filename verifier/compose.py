@@ -241,8 +241,7 @@ def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], 
 @lru_cache(maxsize=4096)
 def on_device(numbers: tuple, device: torch.device) -> Tensor:
     """The numbers as a tensor, sent to the device once."""
-    with torch.inference_mode(False):  # gradients may go through later laws
-        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, device=device)
 
 
 def _span(nodes: list[int]) -> slice | list[int]:
