@@ -215,8 +215,13 @@ class _Case:
         selector = self.engine.selector
         selector.look = _watched(selector.look, looked, clock)
         selector.choose = _watched(selector.choose, chosen, clock)
-        remember = _watched(selector.remember, remembered, clock)
-        selector.remember = lambda tree, *rest: (grown.append(tree.parents), remember(tree, *rest))[1]
+        watched = _watched(selector.remember, remembered, clock)
+
+        def remember(tree, *rest):
+            grown.append(tree.parents)
+            return watched(tree, *rest)
+
+        selector.remember = remember
         (done,) = self.engine.run(
             {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
         ).values()

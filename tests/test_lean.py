@@ -10,6 +10,8 @@ from diversed.runtime import lean
 from diversed.runtime.decode import decode
 from diversed.runtime.lean import SWITCH, obstacle
 from diversed.runtime.model import Model, Pair
+from diversed.verifier.law import DraftTree
+from diversed.verifier.relax import parse, relax
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,8 +158,12 @@ def test_a_module_that_was_cast_and_decoded_with_can_be_trained():
     model = Model(built, "lean")
     built.double()
     pair = Pair(model, model, tiny_pair(11).tokenizer, model.vocab, (1,))
-    relaxed = decode(pair, [[2, 3]], method="gbv", relaxation="ensemble:0.3;budget=2", max_new_tokens=9)
+    relaxed = decode(pair, [[2, 3]], draft_length=3, relaxation="ensemble:0.3;budget=2", max_new_tokens=9)
     assert relaxed[0].target_calls > 1
+    rows = torch.full((1, 4, 5), 0.2, dtype=torch.float64, requires_grad=True)
+    tree = DraftTree(torch.arange(4).unsqueeze(0), (-1, 0, 1, 2), torch.eye(5)[None, :4].double(), rows)
+    relax(tree, parse("ensemble:0.3;budget=2")).target.square().sum().backward()
+    assert rows.grad.abs().sum() > 0
     tokens = torch.arange(20).unsqueeze(0)
     built.requires_grad_()(tokens, labels=tokens).loss.backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in built.parameters())
