@@ -32,15 +32,15 @@ SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of r
 AHEAD = 8  # steps whose random numbers are computed together, where a step needs at most MOST_LANES of them
 MOST_LANES = 32
 LISTS = ("indices", "requests", "active", "began", "lengths", "draft_lengths", "ends")
-PER_ROW = ("length", "draft_length", "seed", "spent", "recent")
+PER_ROW = ("seed", "spent")
 
 
 class Batch:
-    """`length` [B] counts the committed tokens before the root; the target's cache holds exactly those.
+    """`lengths` count the committed tokens before the root; the target's cache holds exactly those.
 
-    `recent` [B, 2] holds the last committed token, which is the root, and the one before it. `lengths`, `draft_lengths`
-    and `ends` are the same numbers as lists, so that a step need not ask the device for them. A row whose text has
-    ended is not `active`: it stands still until another takes its place or it is dropped.
+    `ends` holds the last committed token of every row, which is the root, behind the one before it. `length` [B],
+    `draft_length` [B] and `recent` [B, 2] are the same numbers on the device, put there when they are first asked for.
+    A row whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
     """
 
     def __init__(self, engine: Engine, requests: dict[int, Request]):
@@ -48,17 +48,16 @@ class Batch:
         self.indices, self.requests = list(requests), list(requests.values())
         self.active, self.began = [True] * len(requests), [time.perf_counter()] * len(requests)
         self.device = pair.target.device
-        tokens, count = padded([request.tokens for request in self.requests], self.device)
-        self.length = count - 1
-        self.draft_length = self.length.clone()
-        self.lengths, self.draft_lengths = self.length.tolist(), self.length.tolist()
+        texts = [request.tokens for request in self.requests]
+        tokens, _ = padded(texts, self.device)
+        self.lengths, self.draft_lengths = ([len(text) - 1 for text in texts] for _ in range(2))
+        self.ends = [[*text[:1], *text][-2:] for text in texts]
+        self.tensors: dict[str, Tensor] = {}
         self.serial = serves(engine.law, engine.shape.parents, self.device)
         self.lanes = 3 + max(lane for shape in engine.shapes for lane in shape.lane_list)
         self.stock = 0  # steps that `table` still has random numbers for
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
-        self.recent = tokens.gather(1, torch.stack([(self.length - 1).clamp_min(0), self.length], 1))
-        self.ends = self.recent.tolist()
         self.before = engine.selector.nothing(len(requests), pair, self.device)
         self.prefilled = tokens.shape[1] - 1
         capacity = self.capacity()
@@ -66,6 +65,24 @@ class Batch:
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.depth:
             prefill(pair.draft, tokens[:, :-1], self.draft_cache)
+
+    @property
+    def length(self) -> Tensor:
+        return self._tensor("lengths")
+
+    @property
+    def draft_length(self) -> Tensor:
+        return self._tensor("draft_lengths")
+
+    @property
+    def recent(self) -> Tensor:
+        return self._tensor("ends")
+
+    def _tensor(self, name: str) -> Tensor:
+        """One of the lists on the device; whoever changes one of them clears `tensors`."""
+        if name not in self.tensors:
+            self.tensors[name] = torch.tensor(getattr(self, name), device=self.device)
+        return self.tensors[name]
 
     def capacity(self) -> int:
         """Slots that the longest request here can come to need: its text and a tree, rounded up to SLOTS."""
@@ -77,6 +94,7 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
         for name in LISTS:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
+        self.tensors = {}
         for name in PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.before, self.stock = tuple(rows[index] for rows in self.before), 0
@@ -101,6 +119,7 @@ class Batch:
         for name in LISTS:
             values = dict(zip(rows, getattr(fresh, name), strict=True))
             setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
+        self.tensors = {}
 
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
         """One block for every active row; returns the tokens that each row committed and adds them to `done`.
@@ -195,23 +214,27 @@ class Batch:
     def _draft_chain(self, root: tuple, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`_draft` for a chain: no token is absent but behind its end."""
         engine, ran, lanes = self.engine, [root] if self.shape.depth else [], self.shape.lane_list
-        tokens, going = self.recent[:, 1:], None
+        tokens, chances, ended = [self.recent[:, 1:]], [], None
+        least = engine.selector.confidence
         for depth in range(self.drafted_depths):
             if depth:
-                if engine.selector.confidence:
-                    going = self._going(ran[-1][0], tokens)
-                    if not going.any():
+                if least:
+                    # A row of zeros gives 0: a chain that has ended does not go on.
+                    ended = [chance < least for chance in chances]
+                    if all(ended):
                         self.shape = engine.shapes[depth - 1]
                         break
-                out = self._draft_level(tokens, depth)
-                rows = probabilities(out.logits, engine.sampling)
-                ran.append((rows if going is None else rows * going.unsqueeze(-1), out.hidden))
+                    ended = torch.tensor(ended, device=self.device).unsqueeze(1) if any(ended) else None
+                out = self._draft_level(tokens[-1], depth)
+                rows = probabilities(out.logits.to(self.device), engine.sampling)
+                ran.append((rows if ended is None else rows.masked_fill(ended.unsqueeze(1), 0), out.hidden))
             if depth < self.shape.depth:
-                token = sample(ran[-1][0], coins[:, lanes[depth + 1]])
-                tokens = torch.cat([tokens, token if going is None else token.where(going, -1)], 1)
+                drawn, chances = sample(ran[-1][0], coins[:, lanes[depth + 1]])
+                token = torch.tensor(drawn, device=self.device).unsqueeze(1)
+                tokens.append(token if ended is None else token.masked_fill(ended, -1))
         rows, hidden = self._padded(ran)
         refuse_nan(rows, "draft", self.indices)
-        return tokens, rows, hidden
+        return torch.cat(tokens, 1), rows, hidden
 
     def _draft(self, root: tuple, paths: Tensor | None, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H].
@@ -223,11 +246,12 @@ class Batch:
         for depth in range(self.drafted_depths):
             if depth:
                 if engine.selector.confidence:
-                    going = self._going(level, tokens)
+                    # No zero row gives a chance: a chain that has ended does not go on.
+                    going = level[:, 0].gather(1, tokens[:, -1:].clamp_min(0)) >= engine.selector.confidence
                     if not going.any():
                         self.shape = engine.shapes[depth - 1]
                         break
-                out = self._draft_level(tokens, depth)
+                out = self._draft_level(tokens[:, self.shape.levels[depth] :], depth)
                 level = probabilities(out.logits.to(self.device), engine.sampling)
                 hidden = out.hidden.to(self.device) if engine.hidden else None
             refuse_nan(level, "draft", self.indices)
@@ -243,10 +267,6 @@ class Batch:
                     drawn = drawn.where(torch.arange(last - first, device=self.device) < paths.unsqueeze(1), -1)
                 tokens = torch.cat([tokens, drawn], 1)
         return tokens, *self._padded(ran)
-
-    def _going(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """[B, 1] bool, whether the chain goes on behind its last token, drawn from row [B, 1, V]; no zero row does."""
-        return row[:, 0].gather(1, tokens[:, -1:].clamp_min(0)) >= self.engine.selector.confidence
 
     def _padded(self, ran: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
         """Rows and hidden states of every node, zero at those where the draft was not run."""
@@ -267,18 +287,16 @@ class Batch:
         return self.shape.depths.to(self.device)[verdict.node]
 
     def _draft_level(self, tokens: Tensor, depth: int) -> Output:
-        """Run the draft on the nodes of one depth."""
+        """Run the draft on the nodes of one depth, tokens [B, X] of all of them."""
+        found = tokens.clamp_min(0)
         if self.even:
             start = self.lengths[0] + depth
-            positions = torch.full((len(tokens), 1), start, device=self.device)
-            found = tokens[:, -1:].clamp_min(0)
-            return self.engine.pair.draft(found, positions, None, self.draft_cache, start, self.engine.hidden)
+            return self.engine.pair.draft(found, None, None, self.draft_cache, start, self.engine.hidden)
         first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
         base = max(self.lengths) + 1
         visible = self._tree_visible(self.length + 1, base, first, last, root=1)
         positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
         start = base + first - 1
-        found = tokens[:, first:last].clamp_min(0)
         return self.engine.pair.draft(found, positions, visible, self.draft_cache, start, self.engine.hidden)
 
     def _draft_root(self) -> Output:
@@ -288,8 +306,7 @@ class Batch:
         model, start = self.engine.pair.draft, max(self.draft_lengths)
         width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
         if self.aligned:
-            positions = torch.arange(start, start + width, device=self.device).expand(len(self.lengths), -1)
-            return model(self.recent[:, -width:], positions, None, self.draft_cache, start, self.engine.hidden)
+            return model(self.recent[:, -width:], None, None, self.draft_cache, start, self.engine.hidden)
         lacking = self.length - self.draft_length
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
@@ -321,7 +338,7 @@ class Batch:
         engine = self.engine
         base, count = max(self.lengths), self.shape.nodes
         if self.even:
-            visible, positions = None, torch.arange(base, base + count, device=self.device).expand(len(tokens), -1)
+            visible, positions = None, None
         else:
             visible = self._tree_visible(self.length, base, 0, count, root=0)
             positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
@@ -334,8 +351,8 @@ class Batch:
         """Lists, one a row: substitutions and the draft's share along its path, see `Completion.add_step`."""
         if relaxed is tree:  # every row is the target's own
             ran, depths = [self.drafted_depths] * len(tree.tokens), self.shape.depth + 1
-            if self.engine.selector.confidence:  # chains that ended before others of the batch
-                ran = (tree.draft.amax(-1) > 0).sum(1).tolist()
+            if self.engine.selector.confidence:  # some ended before others; the draft is not run on a chain's end
+                ran = (tree.tokens[:, 1:] >= 0).sum(1).tolist()
             return [[0.0] * depths] * len(ran), [[0.0] * run + [math.nan] * (depths - run) for run in ran]
         cost, path = substitutions(tree, relaxed), self._path(verdict)
         share = self._share(tree, cost, weight)
@@ -408,9 +425,7 @@ class Batch:
                 self.draft_lengths[row] = self.lengths[row] + 1 + min(len(block) - 2, run)
                 self.lengths[row] += len(block) - 1
                 self.ends[row] = block[-2:]
-        self.length = torch.tensor(self.lengths, device=self.device)
-        self.draft_length = torch.tensor(self.draft_lengths, device=self.device)
-        self.recent = torch.tensor(self.ends, device=self.device)
+        self.tensors = {}
 
     def _drafted_below_root(self) -> int:
         """Depths below the root whose keys and values the draft's cache holds."""
@@ -445,7 +460,8 @@ def prefill(model: Model, tokens: Tensor, cache) -> None:
 
 def refuse_nan(rows: Tensor, which: str, prompts: list[int]) -> None:
     """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a distribution."""
-    if math.isnan(rows[..., 0].sum()):
+    seen = rows.numpy() if rows.is_cpu else rows  # whose small sums take a third of the time
+    if math.isnan(seen[..., 0].sum()):
         bad = rows[..., 0].isnan().reshape(len(rows), -1).any(-1)
         raise not_finite(which, prompts[int(bad.int().argmax())])
 

@@ -60,19 +60,19 @@ class PackedCache(Cache):
         self.capacity = capacity
         self.positions: Tensor | None = None
 
-    def write_at(self, start: int, positions: Tensor, remember: bool = True) -> Tensor | None:
-        """The next call writes tokens of these positions [B, Q] into the slots from `start` on.
+    def write_at(self, start: int, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
+        """The next call writes these tokens [B, Q] into the slots from `start` on.
 
-        Returns [B, start + Q], the position of the token in every slot up to there, or None unless they are to be
-        remembered in every call, which only layers that see a window of tokens need.
+        Returns [B, start + Q], the position of the token in every slot up to there, or None without positions [B, Q],
+        which must be given in every call where layers see a window of tokens.
         """
         if self.positions is None:
-            self.positions = positions.new_zeros(len(positions), self.capacity)
-        end = start + positions.shape[1]
+            self.positions = tokens.new_zeros(len(tokens), self.capacity)
+        end = start + tokens.shape[1]
         assert end <= self.capacity, f"cache of {self.capacity} slots was asked for {end}"
         for layer in self.layers:
             layer.start = start
-        if not remember:
+        if positions is None:
             return None
         self.positions[:, start:end] = positions
         return self.positions[:, :end]

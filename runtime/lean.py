@@ -86,13 +86,13 @@ class _Layer:
 
 
 class LeanForward:
-    """Runs a module without an `obstacle`; its parameters' storage may change, their values do not."""
+    """Runs a module without an `obstacle`, no gradients; its parameters' storage may change, their values do not."""
 
     def __init__(self, module):
         self.module, config, attention = module, module.config, module.model.layers[0].self_attn
         self.size, self.scale, self.epsilon = attention.head_dim, attention.scaling, config.rms_norm_eps
         self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
-        self.probes = attention.q_proj, module.model.layers[0].mlp.gate_proj
+        self.probes = [part._parameters for part in (attention.q_proj, module.model.layers[0].mlp.gate_proj)]
         module.register_state_dict_post_hook(_by_rows)
         self._collect()
 
@@ -103,9 +103,9 @@ class LeanForward:
         default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
         kinds = getattr(config, "layer_types", None) or default
         self.layers = [_layer(layer, kind) for layer, kind in zip(module.model.layers, kinds, strict=True)]
-        self.norm = module.model.norm.weight
-        self.head, self.head_bias = _side_by_side([module.lm_head.weight]), module.lm_head.bias
-        self.embedding = module.model.embed_tokens.weight  # which may be the head's
+        self.norm = module.model.norm.weight.detach()
+        self.head, self.head_bias = _side_by_side([module.lm_head.weight]), _end_to_end([module.lm_head.bias])
+        self.embedding = module.model.embed_tokens.weight.detach()  # which may be the head's
         self.where = self._address()
         self.angles = self.embedding.new_empty(0, 2 * self.size)
 
@@ -116,20 +116,20 @@ class LeanForward:
 
     def _address(self) -> tuple[int, ...]:
         """Changes when the module's weights are moved or cast: what is collected here is then out of date."""
-        return tuple(linear.weight.data_ptr() for linear in self.probes)
+        return tuple(parameters["weight"].data_ptr() for parameters in self.probes)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, masks: dict[str, Tensor | None], cache: PackedCache | None,
+        self, tokens: Tensor, positions: Tensor | None, masks: dict[str, Tensor | None], cache: PackedCache | None,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Logits [B, Q, V] and hidden states [B, Q, H] after the final norm; of the last token alone if `last_only`.
 
-        tokens, positions: [B, Q] int64.
+        tokens, positions: [B, Q] int64; no positions where they are the numbers of the slots.
         masks: for each kind of attention [B or 1, 1, Q, slots] to add to the scores, None where every slot is seen.
         cache: of one layer, whose heads are those of all layers side by side.
         """
         batch, count = tokens.shape
-        rotation = self._rotation(positions, cache)
+        rotation = self._rotation(positions, count, cache)
         past = self._slots(cache, batch, count)
         # Queries that share keys and values become one of several rows: free where there is one token, and 3 to 6
         # times as fast in bfloat16 (batch 1 and 16, 256 slots, 3 x 3 heads of 64). On a GPU the fast kernels take a
@@ -154,7 +154,8 @@ class LeanForward:
     def _attention(self, layer: _Layer, x: Tensor, rotation, slots, masks, fold: bool) -> Tensor:
         """What each token of x [B * Q, H] sees, [B * Q, heads * size]; its keys and values go into its slots."""
         cos, sin = rotation
-        batch, count = cos.shape[0], cos.shape[2]
+        count = cos.shape[-2]
+        batch = len(x) // count
         # [B, heads of q, k and v, Q, size], of which q and k are turned in place
         every = _product(x, layer.qkv, layer.qkv_bias).view(batch, count, -1, self.size).transpose(1, 2)
         query, turned = every.narrow(1, 0, self.heads), every.narrow(1, 0, self.heads + self.shared)
@@ -183,8 +184,8 @@ class LeanForward:
         seen = functional.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         return seen.view(batch, self.heads, count, self.size).transpose(1, 2).reshape(batch * count, -1)
 
-    def _rotation(self, positions: Tensor, cache: PackedCache | None) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, Q, size] at the positions, sin with the sign of the half that it is multiplied with.
+    def _rotation(self, positions: Tensor | None, count: int, cache: PackedCache | None) -> tuple[Tensor, Tensor]:
+        """cos and sin [(B, 1,) Q, size] at the positions, sin with the sign of the half that it is multiplied with.
 
         A token's slot is never before its position, so a cache's capacity bounds the positions without reading them.
         """
@@ -192,9 +193,11 @@ class LeanForward:
             found = self._turned(positions.flatten())
         else:
             if self.angles.shape[0] < cache.capacity:
-                self.angles = self._turned(torch.arange(cache.capacity, device=positions.device))
+                self.angles = self._turned(torch.arange(cache.capacity, device=self.angles.device))
+            if positions is None:
+                return self.angles.narrow(0, cache.layers[0].start, count).chunk(2, -1)
             found = functional.embedding(positions, self.angles)
-        return found.view(positions.shape[0], 1, -1, 2 * self.size).chunk(2, -1)
+        return found.view(-1, 1, count, 2 * self.size).chunk(2, -1)
 
     def _turned(self, positions: Tensor) -> Tensor:
         """[X, 2 * size] cos and signed sin of the angles at positions [X], computed in float32 as the module does."""
@@ -209,24 +212,22 @@ class LeanForward:
         """
         if cache is None:
             return [(None, None, None)] * len(self.layers)
-        store, layers = cache.layers[0], len(self.layers)
+        store, both = cache.layers[0], 2 * self.shared
         if not store.is_initialized:
             # One buffer holds both, so that a layer writes once and a step moves once.
-            states = self.embedding.new_empty(batch, layers * 2 * self.shared, 1, self.size)
+            states = self.embedding.new_empty(batch, len(self.layers) * both, 1, self.size)
             store.lazy_initialization(states, states[:, :0])
-        slots = (-1, self.size)
-        fresh = store.keys.view(batch, layers, 2 * self.shared, *slots)
-        seen = store.keys.view(batch, layers * 2, self.shared, *slots)
+        seen = store.keys
         if isinstance(store.start, Tensor):
             # One operation on the whole buffer: compiled, one on a view of it would copy all of it.
             rows = torch.arange(batch, device=store.keys.device)[:, None, None]
-            heads = torch.arange(store.keys.shape[1], device=store.keys.device)[:, None].split(2 * self.shared)
+            heads = torch.arange(store.keys.shape[1], device=store.keys.device)[:, None].split(both)
             slots = store.start.unsqueeze(1)
             writes = [partial(store.keys.index_put_, (rows, layer, slots)) for layer in heads]
         else:
-            writes = [layer.copy_ for layer in fresh.narrow(3, store.start, count).unbind(1)]
-            seen = seen.narrow(3, 0, store.start + count)
-        seen = seen.unbind(1)
+            writes = [layer.copy_ for layer in seen.narrow(2, store.start, count).split(both, 1)]
+            seen = seen.narrow(2, 0, store.start + count)
+        seen = seen.split(self.shared, 1)
         return zip(writes, seen[::2], seen[1::2], strict=True)
 
 
@@ -234,21 +235,21 @@ def _layer(layer, kind: str) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
+    q_norm, k_norm = (norm.weight.detach() if norm is not None else None for norm in norms)
     return _Layer(
         kind,
-        layer.input_layernorm.weight,
+        layer.input_layernorm.weight.detach(),
         _side_by_side([part.weight for part in qkv]),
         _end_to_end([part.bias for part in qkv]),
         q_norm,
         k_norm,
         _side_by_side([attention.o_proj.weight]),
-        attention.o_proj.bias,
-        layer.post_attention_layernorm.weight,
+        _end_to_end([attention.o_proj.bias]),
+        layer.post_attention_layernorm.weight.detach(),
         _side_by_side([mlp.gate_proj.weight, mlp.up_proj.weight]),
         _end_to_end([mlp.gate_proj.bias, mlp.up_proj.bias]),
         _side_by_side([mlp.down_proj.weight]),
-        mlp.down_proj.bias,
+        _end_to_end([mlp.down_proj.bias]),
     )
 
 

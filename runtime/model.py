@@ -82,7 +82,7 @@ class Model:
     def __call__(
         self,
         tokens: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         visible: Tensor | None,
         cache: PackedCache | None,
         start: int = 0,
@@ -92,7 +92,7 @@ class Model:
         """Run the model once, without gradients.
 
         tokens:    [B, Q] int64.
-        positions: [B, Q] int64, position of each token in its text.
+        positions: [B, Q] int64, position of each token in its text; None where it is the number of its slot.
         visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included; None where these are its
                    own slot and all before it.
         start:     first slot written.
@@ -101,16 +101,18 @@ class Model:
                    then not to be relied on.
         """
         device = self.device
-        tokens, positions = tokens.to(device), positions.to(device)
-        slots = positions if cache is None else cache.write_at(start, positions, remember=bool(self.window))
+        tokens = tokens.to(device)
+        if positions is None and (self.window or cache is None or not self._lean):
+            positions = torch.arange(start, start + tokens.shape[1], device=device).expand_as(tokens)
+        positions = positions if positions is None else positions.to(device)
+        slots = positions if cache is None else cache.write_at(start, tokens, positions if self.window else None)
         if self._lean:
             self._lean.refresh()
-            masks = self._masks(visible, positions, slots, start, allow_none=True)
-            with torch.no_grad():
-                logits, states = self._lean(tokens, positions, masks, cache, last_only)
+            masks = self._masks(visible, positions, slots, start, tokens.shape[1], allow_none=True)
+            logits, states = self._lean(tokens, positions, masks, cache, last_only)
             logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
             return Output(logits, states if hidden else None)
-        masks = self._masks(visible, positions, slots, start)
+        masks = self._masks(visible, positions, slots, start, tokens.shape[1])
         extra = {"logits_to_keep": 1} if last_only and self._can_slice else {}
         if cache is not None:
             extra |= {self._cache_name: cache, "use_cache": True}
@@ -137,12 +139,17 @@ class Model:
         mask: [B, 1, Q, capacity] to add to the scores of all slots.
         """
         cache.layers[0].start = slots
-        with torch.no_grad():
-            logits, states = self._lean(tokens, positions, dict.fromkeys(self.kinds, mask), cache)
+        logits, states = self._lean(tokens, positions, dict.fromkeys(self.kinds, mask), cache)
         return Output(logits[..., : self.vocab], states)
 
     def _masks(
-        self, visible: Tensor | None, positions: Tensor, slots: Tensor | None, start: int, allow_none: bool = False
+        self,
+        visible: Tensor | None,
+        positions: Tensor | None,
+        slots: Tensor | None,
+        start: int,
+        count: int,
+        allow_none: bool = False,
     ) -> dict[str, Tensor | None]:
         """What to add to the scores, by kind of attention: [B or 1, 1, Q, slots] of 0 and the most negative number.
 
@@ -150,13 +157,12 @@ class Model:
         slots:      [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
         allow_none: a single token that sees every slot needs no mask.
         """
-        count = positions.shape[1]
         if visible is None and not self.window:
             return {"full_attention": None if count == 1 and allow_none else self._causal(start, count)}
         if visible is None:
-            slot = torch.arange(start + count, device=positions.device)
+            slot = torch.arange(start + count, device=self.device)
             visible = (slot <= slot[start:].unsqueeze(1)).unsqueeze(0)
-        visible = visible.to(positions.device)
+        visible = visible.to(self.device)
         masks = {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
         if self.window:
             near = positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window

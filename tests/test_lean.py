@@ -97,6 +97,18 @@ def test_a_lean_model_computes_what_its_module_computes(monkeypatch, case):
         assert torch.allclose(ours.hidden, states, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_positions_that_are_left_out_are_the_numbers_of_the_slots(monkeypatch, case):
+    tokens, position = torch.arange(18).view(2, 9), torch.arange(9).expand(2, -1)
+    for model in both(monkeypatch, build(*CASES[case])):
+        given, left_out = model.cache(12), model.cache(12)
+        for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
+            expected = model(tokens[:, part], position[:, part], None, given, part.start, hidden=True)
+            found = model(tokens[:, part], None, None, left_out, part.start, hidden=True)
+            assert torch.equal(found.logits, expected.logits) and torch.equal(found.hidden, expected.hidden)
+        assert torch.equal(model(tokens, None, None, None).logits, model(tokens, position, None, None).logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
 def test_in_half_precision_a_lean_model_is_as_near_to_float32_as_its_module(monkeypatch, case, dtype):
