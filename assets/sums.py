@@ -26,7 +26,7 @@ from functools import cache
 
 import torch
 
-SKEW = 1.1
+SKEW = 0.9
 STYLES = ("target", "draft")
 SPLITS = ("train", "validation", "test")
 
