@@ -1,4 +1,4 @@
-"""Make the embedded pair: a tokenizer, a target of six layers and a draft of one, trained on `sums` from fixed seeds.
+"""Make the embedded pair: a tokenizer, a target of eight layers and a draft of one, trained on `sums` from fixed seeds.
 
     python -m diversed.assets.make_pair --out assets/pair
 

@@ -21,7 +21,7 @@ from ..verifier.head import FEATURES
 from .command import record, table
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
-TINY = (192, 128)  # of the packaged pair
+TINY = (64, 128)  # of the packaged pair
 
 
 def run(
