@@ -19,7 +19,7 @@ KINDS = {  # colour, line style, words at the end of the line
     "static": ("#0072B2", "-", "static blend,\ndraft's share w"),
     "learned": ("#D55E00", "-", "learned head"),
     "gate": ("#009E73", "--", "gate"),
-    "other": ("#CC79A7", "--", "other relaxations"),
+    "other": ("#CC79A7", "--", "other rules"),
 }
 MARKERS = "osD^vP*X"
 
@@ -161,7 +161,8 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
     if any("blend=logits" in row["relaxation"] for row in rows):
         small += " Blend logits: target^(1 − w) draft^w instead."
     if len(methods) > 1:
-        small += f" Labels stand at the points of {methods[0]}."
+        small += "\n" if "Blend" in small else " "  # which fills the line
+        small += f"Labels stand at the points of {methods[0]}."
     figure.text(0.09, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
     if len(methods) > 1:
         for number, method in enumerate(methods):

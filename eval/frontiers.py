@@ -18,7 +18,7 @@ LIKELIHOOD = SCORES["target_logprob"].metric
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
 LEGEND = {
     "exact": "exact decoding", "static": "static blend, labelled with the draft's share w",
-    "learned": "learned gate, labelled with its bias", "gate": "gate given as code", "other": "other relaxations",
+    "learned": "learned gate, labelled with its bias", "gate": "gate given as code", "other": "other rules",
 }  # fmt: skip
 
 
