@@ -32,7 +32,7 @@ from ..runtime.latency import Latencies, read_latencies, simulated
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 from ..runtime.selector import SCALARS, parse_shape, read_selector_card
-from ..train.selector import GPU, Contexts, SelectorModule, contexts
+from ..train.selector import GPU, Contexts, SelectorModule, contexts, settled
 from ..verifier.methods import METHODS
 from .decode import check_confidences
 from .efficiency import encoded_prompts, ratio_of_sums
@@ -89,11 +89,12 @@ def run(
     folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
     rows, shapes = [], {}
     for method in methods:
-        settings = read_selector_card(Path(selectors) / method)["settings"]
+        card = read_selector_card(Path(selectors) / method)
+        settings = card["settings"]
         known = contexts(folders, method, costs, settings["validation"], settings["seed"])
         module = SelectorModule(known, 0.0, 0.0, settings["width"])
         module.network.load_state_dict(load_file(Path(selectors) / method / "selector.safetensors"))
-        rows += _predicted(method, known, module.choice(), seed)
+        rows += _predicted(method, known, *settled(known, module.choice(), card), seed)
         for temperature in temperatures:
             base = known.base[known.temperature == temperature][0]
             shapes[method, temperature] = str(known.shapes[int(base)])
@@ -138,17 +139,17 @@ def entropy_choice(known: Contexts, temperature: float) -> Tensor:
     return choice
 
 
-def _predicted(method: str, known: Contexts, learned: Tensor, seed: int) -> list[dict]:
-    """One row a choice and temperature on held-out prompts."""
+def _predicted(method: str, known: Contexts, learned: Tensor, choosing: Tensor, seed: int) -> list[dict]:
+    """One row a choice and temperature on held-out prompts; choosing: [S] seconds that the learned one takes."""
     rows = []
     for temperature in known.temperature.unique().tolist():
         here = known.held & (known.temperature == temperature)
         shape = str(known.shapes[int(known.base[here][0])])
         choices = {
-            shape: known.base,
-            "entropy": entropy_choice(known, temperature),
-            "selector": learned,
-            "ideal": known.cost.argmin(1),
+            shape: (known.base, 0.0),
+            "entropy": (entropy_choice(known, temperature), 0.0),
+            "selector": (learned, choosing[here]),
+            "ideal": (known.cost.argmin(1), 0.0),
         }
         rates, per_call = _resampled(known, choices, here, seed)
         for name, values in rates.items():
@@ -166,8 +167,11 @@ def _predicted(method: str, known: Contexts, learned: Tensor, seed: int) -> list
     return rows
 
 
-def _resampled(known: Contexts, choices: dict[str, Tensor], here: Tensor, seed: int):
-    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of resampled ones."""
+def _resampled(known: Contexts, choices: dict[str, tuple[Tensor, Tensor | float]], here: Tensor, seed: int):
+    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of resampled ones.
+
+    choices: name -> (shapes [S], seconds that choosing takes at the contexts `here`).
+    """
     prompts, owner = known.prompt[here].unique(return_inverse=True)
     weights = torch.ones(1 + RESAMPLES, len(prompts), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
@@ -180,11 +184,11 @@ def _resampled(known: Contexts, choices: dict[str, Tensor], here: Tensor, seed: 
         return weights @ torch.zeros(len(prompts), dtype=torch.float64).index_add(0, owner, values.double())
 
     rates, per_call = {}, {}
-    for name, choice in choices.items():
+    for name, (choice, choosing) in choices.items():
         at = choice[here].unsqueeze(1)
-        tokens = sums(torch.ones(len(at)))
-        rates[name] = tokens / sums(known.cost[here].gather(1, at)[:, 0])
-        per_call[name] = tokens / sums(1 / known.efficiency[here].gather(1, at)[:, 0])
+        tokens, steps = sums(torch.ones(len(at))), 1 / known.efficiency[here].double().gather(1, at)[:, 0]
+        rates[name] = tokens / sums(known.cost[here].gather(1, at)[:, 0] + steps * choosing)
+        per_call[name] = tokens / sums(steps)
     return rates, per_call
 
 

@@ -345,8 +345,8 @@ def facts_of(length: float, temperature: float, top_p: float, draft_ms: float, t
     return [math.log1p(length), temperature, top_p, draft_ms, target_ms]
 
 
-def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampling) -> LearnedSelector:
-    """The network in a folder of `diversed select` or in a bundle, if it fits."""
+def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampling) -> Selector:
+    """The network in a folder of `diversed select` or in a bundle, if it fits; a constant shape where it says so."""
     card = read_selector_card(folder)
     came = {"method": method, "drafting": drafting}
     came |= {role: getattr(pair, role).hash for role in ("target", "draft")}
@@ -356,6 +356,10 @@ def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampli
                 f"the selector in {folder} was trained for {name} {trained}, got {value}; train one with "
                 "`diversed select`"
             )
+    t, p = sampling.temperature, sampling.top_p
+    base = min(card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p))
+    if base.get("constant"):
+        return Selector([parse_shape(base["shape"]).grow(drafting)])
     from ..export.bundle import read_tensors
 
     sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"]), card["width"]
@@ -365,12 +369,10 @@ def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampli
     network.load_state_dict(read_tensors(folder / FILES[1], wanted), assign=True)
     network = network.eval().requires_grad_(False).to(pair.target.device)
     shapes = [parse_shape(shape).grow(drafting) for shape in card["shapes"]]
-    t, p = sampling.temperature, sampling.top_p
-    base = min(card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p))["shape"]
     latency = zip(card["latency"]["draft"], card["latency"]["target"], strict=True)
     step = card["latency"]["step"]
     facts = [facts_of((place + 0.5) * step, t, p, *each) for place, each in enumerate(latency)]
-    return LearnedSelector(shapes, network, card["shapes"].index(base), facts, step)
+    return LearnedSelector(shapes, network, card["shapes"].index(base["shape"]), facts, step)
 
 
 def read_selector_card(folder: Path) -> dict[str, Any]:
@@ -399,7 +401,8 @@ def _fault(card: dict[str, Any]) -> str:
     if not card["shapes"] or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]:
         return "its shapes are none"
     if not card["bases"] or any(
-        math.isnan(b["temperature"] + b["top_p"]) or b["shape"] not in card["shapes"] for b in card["bases"]
+        math.isnan(b["temperature"] + b["top_p"] + b.get("constant", 0)) or b["shape"] not in card["shapes"]
+        for b in card["bases"]
     ):
         return "a base is none of its shapes"
     times = latency["draft"] + latency["target"]

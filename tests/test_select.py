@@ -10,11 +10,20 @@ from diversed.benchmarks.command import record, write
 from diversed.data.shapes import read_labels
 from diversed.export.bundle import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.decode import decode
+from diversed.runtime.decode import Engine, decode
 from diversed.runtime.latency import simulated
 from diversed.runtime.model import load_pair
 from diversed.runtime.selector import SCALARS, parse_shape
-from diversed.train.selector import Contexts, SelectorModule, contexts, figures, objective, select
+from diversed.train.selector import (
+    Contexts,
+    SelectorModule,
+    choosing_seconds,
+    contexts,
+    figures,
+    objective,
+    select,
+    settled,
+)  # fmt: skip
 from diversed.verifier.head import WeightHead
 
 
@@ -70,6 +79,48 @@ def test_training_tells_contexts_apart_that_differ():
     (after,) = figures(known, module.choice())
     # on held-out contexts; the rest are those close to the border, of which 450 for training say little
     assert after["selector"] > 0.94 * after["ideal"] > 1.1 * after["base"]
+
+
+def test_the_base_shape_stays_where_choosing_takes_more_than_it_gains():
+    """The long shape takes 2 seconds and gives 4 tokens where it is right, else 1; the short one gives 1 in 1."""
+    known = told()
+    ideal = known.cost.argmin(1)
+    (free,) = figures(known, ideal)
+    (cheap,) = figures(known, ideal, choosing=0.1)
+    (dear,) = figures(known, ideal, choosing=1.0)
+    assert not free["constant"] and not cheap["constant"] and dear["constant"]
+    assert free["ideal"] == free["selector"] > cheap["selector"] > dear["selector"] == dear["base"]
+    long = known.hidden[0][known.held, 0] > 0
+    assert cheap["selector"] == pytest.approx(1 / torch.where(long, 2.1 / 4, 1.1).mean().item(), rel=1e-5)
+    (same,) = figures(known, known.base)
+    assert same["constant"], "what chooses the base shape everywhere need not choose"
+    for constant, expected, seconds in ((True, known.base, 0.0), (False, ideal, 0.1)):
+        card = {"bases": [{"temperature": 1.0, "constant": constant}], "choosing_ms": 100.0}
+        choice, taken = settled(known, ideal, card)
+        assert torch.equal(choice, expected) and torch.equal(taken, torch.full((len(ideal),), seconds))
+
+
+def test_a_selector_that_says_so_grows_the_base_shape_and_looks_at_nothing(selected, tmp_path):
+    out, _ = selected
+    pair = load_pair("sums-target", "sums-draft")
+    texts = {}
+    for constant in (False, True):
+        folder = tmp_path / str(constant)
+        folder.mkdir()
+        card = json.loads((out / "traversal" / "selector.json").read_text())
+        card["bases"] = [base | {"shape": "2x2+1", "constant": constant} for base in card["bases"]]
+        (folder / "selector.json").write_text(json.dumps(card))
+        (folder / "selector.safetensors").write_bytes((out / "traversal" / "selector.safetensors").read_bytes())
+        engine = Engine(pair, "traversal", branches=str(folder))
+        assert (len(engine.shapes), engine.hidden) == ((1, False) if constant else (3, True))
+        texts[constant] = decode(pair, [[5, 6, 7]], method="traversal", branches=str(folder), max_new_tokens=20)
+    (expected,) = decode(pair, [[5, 6, 7]], method="traversal", branches="2x2+1", max_new_tokens=20)
+    assert texts[True][0].tokens == expected.tokens and texts[True][0].drafted == expected.drafted
+
+
+def test_the_time_of_a_choice_is_measured():
+    pair = load_pair("sums-target", "sums-draft")
+    assert 0 < choosing_seconds(pair, 4, 24) < 1
 
 
 @pytest.fixture(scope="module")
@@ -207,4 +258,5 @@ def test_measured_rows_count_the_steps_that_were_taken(selected, tmp_path):
     per_call = [row["value"] for (_, unit), row in measured.items() if unit == "tokens/call"]
     assert len(per_call) == 2 and all(1 <= value <= 4 for value in per_call)
     choosing = [row["value"] for (_, unit), row in measured.items() if unit == "% of a step"]
-    assert len(choosing) == 1 and 0 < choosing[0] < 100
+    constant = json.loads((out / "traversal" / "selector.json").read_text())["bases"][1]["constant"]
+    assert len(choosing) == 1 and (choosing[0] == 0 if constant else 0 < choosing[0] < 100)

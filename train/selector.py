@@ -10,13 +10,17 @@ With pi the network's probabilities of the shapes a at a context, BE their block
 
 The base shape is the best constant one on the training contexts of its temperature. What is reported is tokens over
 the sum of time/BE on the contexts of held-out prompts, where the network takes its most likely shape: contexts lie
-evenly along texts, and a step begins at about one in BE of their tokens, so that is what whole texts take.
+evenly along texts, and a step begins at about one in BE of their tokens, so that is what whole texts take. Measured
+latencies come with the time that a choice takes on this machine; at a temperature where the network, with that time in
+every step, is not faster there than the base shape, the base shape stays and nothing is chosen.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +39,18 @@ from ..data.tasks import DataOptions, load_task
 from ..data.traces import sha256
 from ..runtime.latency import Latencies, read_latencies, simulated
 from ..runtime.limits import MOST_THREADS, within
-from ..runtime.model import load_pair
+from ..runtime.model import Pair, load_pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
-from ..runtime.selector import FILES, FORMAT, Shape, ShapeNetwork, facts_of, parse_shape
+from ..runtime.selector import FILES, FORMAT, Known, LearnedSelector, Shape, ShapeNetwork, facts_of, parse_shape
 from ..verifier.head import LARGEST_SIZE
+from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
 
 WORST = 0.1  # share of a batch in the risk term
 FACTS_STEP = 64  # tokens of context between the latencies that a selector is told
 GPU = "gpu"
+CHOICES = 201  # that are timed
 
 
 def select(
@@ -152,8 +158,10 @@ def select(
             folders.append(gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed))
         settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
                     "lr": lr, "risk": risk, "width": width, "validation": validation, "seed": seed}  # fmt: skip
+        choosing = 0.0 if latencies == GPU else choosing_seconds(pair, len(found), width)
         for method in methods:
-            print(line(method, train_selector(Path(out) / method, method, folders, costs, settings)), flush=True)
+            rows = train_selector(Path(out) / method, method, folders, costs, settings, choosing)
+            print(line(method, rows), flush=True)
 
 
 @dataclass(frozen=True)
@@ -180,9 +188,12 @@ class Contexts:
         """[S, A] seconds a token."""
         return (self.seconds / self.efficiency).double()
 
-    def rate(self, choice: Tensor, chosen: Tensor) -> float:
-        """Tokens per second of texts through the contexts `chosen` [S] bool where `choice` [S] names the shapes."""
-        return 1 / float(self.cost[chosen].gather(1, choice[chosen].unsqueeze(1)).mean())
+    def rate(self, choice: Tensor, chosen: Tensor, choosing: float = 0.0) -> float:
+        """Tokens per second of texts through the contexts `chosen` [S] bool where `choice` [S] names the shapes and
+        every step takes `choosing` seconds more.
+        """
+        cost = self.cost[chosen] + choosing / self.efficiency[chosen].double()
+        return 1 / float(cost.gather(1, choice[chosen].unsqueeze(1)).mean())
 
 
 def contexts(
@@ -227,12 +238,12 @@ class SelectorModule(LightningModule):
     """The network and the paper's objective; `best` holds the weights of the epoch whose choices were fastest on the
     held-out prompts, which flatters them there: judge a selector by other prompts.
 
-    Batches are indices of contexts.
+    Batches are indices of contexts. choosing: seconds that a choice takes.
     """
 
-    def __init__(self, known: Contexts, lr: float, risk: float, width: int):
+    def __init__(self, known: Contexts, lr: float, risk: float, width: int, choosing: float = 0.0):
         super().__init__()
-        self.known, self.lr, self.risk = known, lr, risk
+        self.known, self.lr, self.risk, self.choosing = known, lr, risk, choosing
         sizes = known.hidden[0].shape[1], known.hidden[1].shape[1]
         common = int(known.base[~known.held].mode().values)
         self.network = ShapeNetwork(*sizes, len(known.shapes), width, common)
@@ -253,7 +264,7 @@ class SelectorModule(LightningModule):
         return objective(self.gain(batch[0]), self.risk)
 
     def on_train_epoch_end(self) -> None:
-        rows = figures(self.known, self.choice())
+        rows = figures(self.known, self.choice(), self.choosing)
         self.train()
         value = sum(math.log(row["selector"] / row["base"]) for row in rows)
         if value > self.best[0]:
@@ -276,8 +287,33 @@ def objective(gain: Tensor, risk: float) -> Tensor:
     return -gain.log().mean() + risk * worst.mean()
 
 
-def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies, settings: dict) -> list[dict]:
-    """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there."""
+@torch.inference_mode()
+def choosing_seconds(pair: Pair, shapes: int, width: int) -> float:
+    """Time of one choice for one request on this machine: what a step leaves for it, the network, the shape; median."""
+    device, hidden, vocab = pair.target.device, (pair.draft.hidden_size, pair.target.hidden_size), pair.vocab
+    network = ShapeNetwork(hidden[1], hidden[0], shapes, width).eval().to(device)
+    selector = LearnedSelector([], network, 0, [facts_of(0, 0, 0, 0, 0)], FACTS_STEP)
+    draft, target = torch.randn(2, 1, 4, vocab, device=device).softmax(-1)
+    tree = DraftTree(torch.zeros(1, 4, dtype=torch.long, device=device), (-1, 0, 1, 2), draft, target)
+    states = tuple(torch.randn(1, 4, size, device=device) for size in hidden)
+    node, paths = torch.tensor([2], device=device), torch.zeros(4, 4, dtype=torch.long, device=device)
+    taken = []
+    for _ in range(CHOICES):
+        began = time.perf_counter()
+        before = selector.remember(tree, states, node, paths)
+        known = Known(before, draft[:, :2], states[0][:, :2], node)
+        selector.choose(selector.look(known).tolist(), [True])
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def train_selector(
+    out: Path, method: str, folders: list[Path], costs: Latencies, settings: dict, choosing: float = 0.0
+) -> list[dict]:
+    """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there.
+
+    choosing: seconds that a choice takes, see `choosing_seconds`.
+    """
     settings = settings | {"labels": [sha256(folder / "manifest.json") for folder in folders]}
     if (out / FILES[0]).is_file():
         card = json.loads((out / FILES[0]).read_text(encoding="utf-8"))
@@ -291,7 +327,7 @@ def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies
 
     with quiet():
         seed_everything(settings["seed"], verbose=False)
-        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"])
+        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing)
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
         Trainer(
@@ -299,27 +335,37 @@ def train_selector(out: Path, method: str, folders: list[Path], costs: Latencies
             enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=1,
         ).fit(module, loader)  # fmt: skip
     module.network.load_state_dict(module.best[2])
-    rows = figures(known, module.choice())
+    rows = figures(known, module.choice(), choosing)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILES[1], save({name: t.contiguous() for name, t in module.network.state_dict().items()}))
-    write_whole(
-        out / FILES[0], json.dumps(_card(method, known, costs, settings, module.best[1], rows), indent=2) + "\n"
-    )
+    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": 1e3 * choosing}
+    write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")
     return rows
 
 
-def figures(known: Contexts, choice: Tensor) -> list[dict]:
+def figures(known: Contexts, choice: Tensor, choosing: float = 0.0) -> list[dict]:
     """For every temperature tokens per second on held-out prompts: of the base shape, of the choice, and of the best
     shape at each context, which knows the labels and is therefore above what any choice could reach.
+
+    `constant`: the choice is not faster, so that the base shape stays and its rate is the selector's.
     """
     ideal, rows = known.cost.argmin(1), []
     for value in known.temperature.unique():
         here = known.held & (known.temperature == value)
-        rates = {name: known.rate(one, here) for name, one in
-                 (("base", known.base), ("selector", choice), ("ideal", ideal))}  # fmt: skip
+        rates = {"base": known.rate(known.base, here), "selector": known.rate(choice, here, choosing)}
+        constant = rates["selector"] <= rates["base"]
+        rates |= {"selector": max(rates.values()), "ideal": known.rate(ideal, here)}
         base = str(known.shapes[int(known.base[here][0])])
-        rows.append({"temperature": float(value), "base_shape": base, "contexts": int(here.sum()), **rates})
+        row = {"temperature": float(value), "base_shape": base, "contexts": int(here.sum()), **rates}
+        rows.append(row | {"constant": constant})
     return rows
+
+
+def settled(known: Contexts, choice: Tensor, card: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """[S] the choice, or the base shape where a selector's card says that it stays; [S] seconds that choosing takes."""
+    constant = [base["temperature"] for base in card["bases"] if base.get("constant")]
+    stays = torch.isin(known.temperature, torch.tensor(constant, dtype=torch.float64))
+    return known.base.where(stays, choice), card.get("choosing_ms", 0.0) / 1e3 * ~stays
 
 
 def _card(method: str, known: Contexts, costs: Latencies, settings: dict, epoch: int, rows: list[dict]) -> dict:
@@ -328,7 +374,10 @@ def _card(method: str, known: Contexts, costs: Latencies, settings: dict, epoch:
     return {
         "format": FORMAT, "method": method, "drafting": METHODS[method].drafting,
         "shapes": [str(shape) for shape in known.shapes], "width": settings["width"],
-        "bases": [{"temperature": row["temperature"], "top_p": 1.0, "shape": row["base_shape"]} for row in rows],
+        "bases": [
+            {"temperature": row["temperature"], "top_p": 1.0, "shape": row["base_shape"], "constant": row["constant"]}
+            for row in rows
+        ],
         "latency": {"step": FACTS_STEP, **{role: costs.call(role, 1, middle).tolist() for role in ("draft", "target")}},
         "target": manifest["target"], "draft": manifest["draft"], "relaxation": manifest["relaxation"],
         "settings": settings, "epoch": epoch, "figures": rows,
@@ -340,5 +389,6 @@ def line(method: str, rows: list[dict]) -> str:
     return "\n".join(
         f"{method} at T={row['temperature']:g}: {row['selector']:.1f} tokens/s predicted on held-out prompts, "
         f"{row['base']:.1f} with {row['base_shape']} always, {row['ideal']:.1f} with the labels known"
+        + f"; choosing is not faster, so {row['base_shape']} stays" * row["constant"]
         for row in rows
     )
