@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data.tasks import DataOptions
+from ..export.bundle import read_tensors
 from ..runtime.completion import Request
 from ..runtime.decode import Engine
 from ..runtime.latency import Latencies, read_latencies, simulated
@@ -93,7 +93,8 @@ def run(
         settings = card["settings"]
         known = contexts(folders, method, costs, settings["validation"], settings["seed"])
         module = SelectorModule(known, 0.0, 0.0, settings["width"])
-        module.network.load_state_dict(load_file(Path(selectors) / method / "selector.safetensors"))
+        wanted = {name: list(tensor.shape) for name, tensor in module.network.state_dict().items()}
+        module.network.load_state_dict(read_tensors(Path(selectors) / method / "selector.safetensors", wanted))
         rows += _predicted(method, known, *settled(known, module.choice(), card), seed)
         for temperature in temperatures:
             base = known.base[known.temperature == temperature][0]

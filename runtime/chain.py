@@ -14,7 +14,9 @@ The two agree unless a uniform lies within rounding of a step of the law's cumul
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,16 +37,18 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
 
     uniform: [B, 2] in [0, 1): for the stopping node and for the extra token.
     """
-    stop, nodes, extra = _STOP[law], [], []
+    law, nodes, extra = _STOP[law], [], []
     coins = uniform[:, 0].tolist()
     rows = zip(tree.target.numpy(), tree.draft.numpy(), tree.tokens[:, 1:].tolist(), coins, strict=True)
     for target, draft, tokens, coin in rows:
         drafted = enumerate(tokens)
         ratio = [float(target[i, token]) / float(draft[i, token]) if token >= 0 else 0.0 for i, token in drafted]
-        node, weight = stop(target, draft, ratio, coin)
+        stop, weight = law(target, draft, ratio)
+        sums = list(accumulate(stop))
+        node = bisect_right(sums, _threshold(coin, sums[-1]))
         left = target[node]
         if node < len(tokens):
-            residual = np.maximum(left * weight - draft[node], 0)
+            residual = np.maximum(left * weight[node] - draft[node], 0)
             left = residual if residual.any() else left  # nothing to emit: rounding, as in `verifier.plans`
         nodes.append(node)
         extra.append(left)
@@ -58,19 +62,14 @@ def sample(rows: torch.Tensor, uniform: torch.Tensor) -> tuple[list[int], list[f
     return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
 
-def _token(target, draft, ratio: list[float], coin: float) -> tuple[int, float]:
-    """(the node at which the path ends, the weight of the target in its residual)."""
-    reach, passed = 1.0, 0.0
-    for node, each in enumerate(ratio):
-        accept = min(each, 1.0)
-        passed += reach * (1 - accept)
-        if coin < passed:
-            return node, 1.0
-        reach *= accept
-    return len(ratio), 1.0
+def _token(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
+    """(probability that the path ends at each node, weight of the target in each residual), L + 1 of each."""
+    accept = [min(each, 1.0) for each in ratio]
+    reach = [1.0, *accumulate(accept, float.__mul__)]
+    return [here * (1 - each) for here, each in zip(reach, accept, strict=False)] + reach[-1:], [1.0] * len(reach)
 
 
-def _block(target, draft, ratio: list[float], coin: float) -> tuple[int, float]:
+def _block(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
     """The same for block verification."""
     weight = [1.0]
     for each in ratio:
@@ -88,12 +87,7 @@ def _block(target, draft, ratio: list[float], coin: float) -> tuple[int, float]:
         fire = size[node] / total if total > 0 else float(weight[node + 1] < 1)
         stop.append(fire * later)
         later *= 1 - fire
-    coin, passed = coin * math.fsum(stop), 0.0
-    for node in range(depth):
-        passed += stop.pop()
-        if coin < passed:
-            return node, weight[node]
-    return depth, 1.0
+    return stop[::-1], weight
 
 
 def _selected(rows, uniform: torch.Tensor) -> list[int]:
@@ -101,9 +95,13 @@ def _selected(rows, uniform: torch.Tensor) -> list[int]:
     cumulative = rows.cumsum(-1, dtype=np.float64)
     last, found = rows.shape[-1] - 1, []
     for sums, total, coin in zip(cumulative, cumulative[:, -1].tolist(), uniform.tolist(), strict=True):
-        threshold = min(coin * total, math.nextafter(total, 0))
-        found.append(min(int(sums.searchsorted(threshold, "right")), last))
+        found.append(min(int(sums.searchsorted(_threshold(coin, total), "right")), last))
     return found
+
+
+def _threshold(coin: float, total: float) -> float:
+    """What a cumulative sum that ends at `total` must exceed: below it, so that what is selected has mass."""
+    return min(coin * total, math.nextafter(total, 0))
 
 
 # On a chain every method is one of the two (tests/test_delayed.py): trees of a selector may be chains.

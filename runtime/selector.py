@@ -383,10 +383,10 @@ def read_selector_card(folder: Path) -> dict[str, Any]:
         card = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
         found = card["format"]
         fault = "" if found != FORMAT else _fault(card)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         found, fault = FORMAT, repr(error)
     if fault:
-        raise ValueError(f"{folder / FILES[0]} is damaged ({fault}); run `diversed select` again")
+        raise ValueError(f"{folder / FILES[0]} is damaged ({fault}); delete {folder} and run `diversed select` again")
     if found != FORMAT:
         raise ValueError(f"{folder / FILES[0]} has format {found!r}, this version reads {FORMAT}; train it again")
     return card
@@ -401,16 +401,20 @@ def _fault(card: dict[str, Any]) -> str:
     if not card["shapes"] or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]:
         return "its shapes are none"
     if not card["bases"] or any(
-        math.isnan(b["temperature"] + b["top_p"] + b.get("constant", 0)) or b["shape"] not in card["shapes"]
+        math.isnan(b["temperature"] + b["top_p"])
+        or b["shape"] not in card["shapes"]
+        or type(b.get("constant", False)) is not bool
         for b in card["bases"]
     ):
         return "a base is none of its shapes"
-    times = latency["draft"] + latency["target"]
+    if not {"width", "validation", "seed"} <= card["settings"].keys() or not card["figures"]:
+        return "it has no settings or figures"
+    times = [*latency["draft"], *latency["target"], card.get("choosing_ms", 0.0)]
     if (
         type(latency["step"]) is not int
         or latency["step"] < 1
         or not latency["draft"]
-        or len(times) != 2 * len(latency["draft"])
+        or len(times) != 2 * len(latency["draft"]) + 1
     ):
         return "its latencies do not belong together"
     return "" if all(0 <= value < math.inf for value in times) else "a latency is no time"

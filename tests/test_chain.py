@@ -37,6 +37,22 @@ def test_a_verdict_is_the_draw_from_the_law(name, vocab, noise, sharp):
         assert torch.equal(ours.node, theirs.node) and torch.equal(ours.token, theirs.token)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_largest_uniform_stops_at_a_node_that_is_there(name, dtype):
+    """Chains that ended after two of four tokens, whose stops need not add up to 1."""
+    generator = torch.Generator().manual_seed(1)
+    tree = chain(generator, 400, 2, 19, 1.0, False)
+    rows = [torch.cat([rows, rows.new_zeros(400, 2, 19)], 1).to(dtype) for rows in (tree.draft, tree.target)]
+    rows[1][:, 3:] = 1 / 19
+    tokens = torch.cat([tree.tokens, torch.full((400, 2), -1)], 1)
+    ended = DraftTree(tokens, (-1, 0, 1, 2, 3), *rows)
+    law = METHODS[name].unchecked
+    ours = verdict(law, ended, torch.full((400, 2), 1 - 2**-53, dtype=torch.float64))
+    assert int(ours.node.max()) == 2
+    assert (law(ended).stop.gather(1, ours.node.unsqueeze(1)) > 0).all()
+
+
 def test_a_sample_is_the_inverse_of_the_cumulative_sum():
     generator = torch.Generator().manual_seed(0)
     rows = (9 * torch.randn(50, 1, 643, generator=generator)).softmax(-1)

@@ -17,7 +17,7 @@ from diversed.runtime.selector import SCALARS, parse_shape
 from diversed.train.selector import (
     Contexts,
     SelectorModule,
-    choosing_seconds,
+    choosing_ms,
     contexts,
     figures,
     objective,
@@ -120,7 +120,7 @@ def test_a_selector_that_says_so_grows_the_base_shape_and_looks_at_nothing(selec
 
 def test_the_time_of_a_choice_is_measured():
     pair = load_pair("sums-target", "sums-draft")
-    assert 0 < choosing_seconds(pair, 4, 24) < 1
+    assert 0 < choosing_ms(pair, 4, 24) < 1000
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`diversed select`: a network that chooses the tree before each step (delayed trees, arXiv 2602.16994).
 
     OUT/labels/T=1       contexts and the block efficiency of every shape there, one folder a temperature (data.shapes)
+    OUT/choosing-*.json  milliseconds of a choice on the machine that began, where latencies are measured
     OUT/METHOD           selector.json and selector.safetensors, for `--branches OUT/METHOD` and for a bundle
 
 With pi the network's probabilities of the shapes a at a context, BE their block efficiencies and time their latencies,
@@ -21,6 +22,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,17 @@ from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import Pair, load_pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
-from ..runtime.selector import FILES, FORMAT, Known, LearnedSelector, Shape, ShapeNetwork, facts_of, parse_shape
+from ..runtime.selector import (
+    FILES,
+    FORMAT,
+    Known,
+    LearnedSelector,
+    Shape,
+    ShapeNetwork,
+    facts_of,
+    parse_shape,
+    read_selector_card,
+)
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
@@ -51,6 +63,7 @@ WORST = 0.1  # share of a batch in the risk term
 FACTS_STEP = 64  # tokens of context between the latencies that a selector is told
 GPU = "gpu"
 CHOICES = 201  # that are timed
+CHOOSING = "choosing-{}x{}.json"
 
 
 def select(
@@ -158,7 +171,8 @@ def select(
             folders.append(gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed))
         settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
                     "lr": lr, "risk": risk, "width": width, "validation": validation, "seed": seed}  # fmt: skip
-        choosing = 0.0 if latencies == GPU else choosing_seconds(pair, len(found), width)
+        timed = Path(out) / CHOOSING.format(len(found), width)
+        choosing = 0.0 if latencies == GPU else _kept(timed, lambda: choosing_ms(pair, len(found), width))
         for method in methods:
             rows = train_selector(Path(out) / method, method, folders, costs, settings, choosing)
             print(line(method, rows), flush=True)
@@ -288,8 +302,8 @@ def objective(gain: Tensor, risk: float) -> Tensor:
 
 
 @torch.inference_mode()
-def choosing_seconds(pair: Pair, shapes: int, width: int) -> float:
-    """Time of one choice for one request on this machine: what a step leaves for it, the network, the shape; median."""
+def choosing_ms(pair: Pair, shapes: int, width: int) -> float:
+    """Median of a choice for one request on this machine: what a step leaves for it, the network, the shape."""
     device, hidden, vocab = pair.target.device, (pair.draft.hidden_size, pair.target.hidden_size), pair.vocab
     network = ShapeNetwork(hidden[1], hidden[0], shapes, width).eval().to(device)
     selector = LearnedSelector([], network, 0, [facts_of(0, 0, 0, 0, 0)], FACTS_STEP)
@@ -304,7 +318,20 @@ def choosing_seconds(pair: Pair, shapes: int, width: int) -> float:
         known = Known(before, draft[:, :2], states[0][:, :2], node)
         selector.choose(selector.look(known).tolist(), [True])
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return 1e3 * statistics.median(taken)
+
+
+def _kept(file: Path, measure: Callable[[], float]) -> float:
+    """The number in the file, measured and written where there is none: a run that continues must not time anew."""
+    if not file.is_file():
+        write_whole(file, json.dumps({"choosing_ms": measure()}) + "\n")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["choosing_ms"]
+        if 0 <= found < math.inf:
+            return found
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ValueError(f"{file} is damaged: delete it, and the selectors beside it that were trained with it")
 
 
 def train_selector(
@@ -312,12 +339,12 @@ def train_selector(
 ) -> list[dict]:
     """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there.
 
-    choosing: seconds that a choice takes, see `choosing_seconds`.
+    choosing: milliseconds of a choice, see `choosing_ms`.
     """
     settings = settings | {"labels": [sha256(folder / "manifest.json") for folder in folders]}
     if (out / FILES[0]).is_file():
-        card = json.loads((out / FILES[0]).read_text(encoding="utf-8"))
-        if card.get("settings") != settings:
+        card = read_selector_card(out)
+        if card["settings"] != settings:
             raise ValueError(f"{out} was trained with other settings or labels; choose another --out or delete it")
         return card["figures"]
     known = contexts(folders, method, costs, settings["validation"], settings["seed"])
@@ -327,7 +354,7 @@ def train_selector(
 
     with quiet():
         seed_everything(settings["seed"], verbose=False)
-        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing)
+        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing / 1e3)
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
         Trainer(
@@ -335,10 +362,10 @@ def train_selector(
             enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=1,
         ).fit(module, loader)  # fmt: skip
     module.network.load_state_dict(module.best[2])
-    rows = figures(known, module.choice(), choosing)
+    rows = figures(known, module.choice(), choosing / 1e3)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILES[1], save({name: t.contiguous() for name, t in module.network.state_dict().items()}))
-    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": 1e3 * choosing}
+    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": choosing}
     write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")
     return rows
 
@@ -389,6 +416,6 @@ def line(method: str, rows: list[dict]) -> str:
     return "\n".join(
         f"{method} at T={row['temperature']:g}: {row['selector']:.1f} tokens/s predicted on held-out prompts, "
         f"{row['base']:.1f} with {row['base_shape']} always, {row['ideal']:.1f} with the labels known"
-        + f"; choosing is not faster, so {row['base_shape']} stays" * row["constant"]
+        + f"; choosing is not faster, so {row['base_shape']} stays" * row.get("constant", False)
         for row in rows
     )
