@@ -152,6 +152,39 @@ def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
     assert text.tokens
 
 
+def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selected, tmp_path, monkeypatch, capsys):
+    """A card of the version before has no `constant`; it is kept, as settings and labels are the same."""
+    out, options = selected
+    timed = latency.run(methods=["block", "traversal"], shapes=["1", "3", "2x2+1"], contexts=[16], tokens=[1, 4],
+                        repetitions=1, step_repetitions=1, max_new_tokens=4)  # fmt: skip
+    write(record(timed), tmp_path / "F.json")
+    options = options | {"latencies": str(tmp_path / "F.json"), "labels": str(out / "labels")}
+    select(out=str(tmp_path / "out"), **options)
+    (kept,) = (tmp_path / "out").glob("choosing-*.json")
+    written = {path: path.read_bytes() for path in (tmp_path / "out").rglob("selector.*")}
+    assert len(written) == 4
+    capsys.readouterr()
+    for path in written:
+        path.unlink()
+    monkeypatch.setattr("diversed.train.selector.choosing_ms", lambda *_: 1e6)
+    select(out=str(tmp_path / "out"), **options)
+    assert {path: path.read_bytes() for path in written} == written
+    card = json.loads((tmp_path / "out" / "block" / "selector.json").read_text())
+    for row in card["figures"] + card["bases"]:
+        row.pop("constant")
+    (tmp_path / "out" / "block" / "selector.json").write_text(json.dumps(card))
+    select(out=str(tmp_path / "out"), **options)
+    assert "block at T=1:" in capsys.readouterr().out
+    for damaged in ("{", '{"choosing_ms": -1}', '{"choosing_ms": null}', "[]"):
+        kept.write_text(damaged)
+        with pytest.raises(ValueError, match="is damaged: delete it"):
+            select(out=str(tmp_path / "out"), **options)
+    (tmp_path / "out" / "block" / "selector.json").write_text("{")
+    kept.unlink()
+    with pytest.raises(ValueError, match="delete .*block and run `diversed select` again"):
+        select(out=str(tmp_path / "out"), **options)
+
+
 def test_the_base_is_the_best_constant_shape_of_each_temperature_on_the_training_prompts(selected):
     out, _ = selected
     folders = [out / "labels" / f"T={t:g}" for t in (1.0, 0.5)]

@@ -29,6 +29,7 @@ from .test_decode import LENGTH, TEXTS, VOCAB, chi_squared
 SHAPES = ["1", "2", "2x1", "2x1+1"]
 CHAINS = ["1", "2", "3", "4"]
 WIDTH = 48
+BASE = {"temperature": 1.0, "top_p": 1.0, "shape": "2x1"}
 
 
 def network(pair, seed=0) -> ShapeNetwork:
@@ -47,7 +48,8 @@ def write_selector(path: Path, pair, method="traversal", **changes) -> str:
     shapes = CHAINS if drafting == "chain" else SHAPES
     card = {"format": 1, "method": method, "drafting": drafting, "shapes": shapes, "width": WIDTH,
             "bases": [{"temperature": 1.0, "top_p": 1.0, "shape": shapes[2]}],
-            "latency": {"step": 64, "draft": [1.0], "target": [2.0]}}  # fmt: skip
+            "latency": {"step": 64, "draft": [1.0], "target": [2.0]},
+            "settings": {"width": WIDTH, "validation": 0.25, "seed": 0}, "figures": [{"temperature": 1.0}]}  # fmt: skip
     for role in ("target", "draft"):
         model = getattr(pair, role)
         card[role] = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
@@ -268,6 +270,13 @@ def test_a_name_that_chooses_nothing_is_refused_in_one_sentence(method, branches
         ({"latency": {"step": 0.5, "draft": [1.0], "target": [1.0]}}, "do not belong together"),
         ({"bases": [{"temperature": 1.0, "top_p": 1.0, "shape": "9"}]}, "a base is none of its shapes"),
         ({"shapes": [3]}, "is damaged"),
+        ({"bases": [BASE | {"constant": "yes"}]}, "a base is none of its shapes"),
+        ({"bases": [BASE | {"constant": 1}]}, "a base is none of its shapes"),
+        ({"bases": [BASE | {"temperature": 10**400}]}, "is damaged"),
+        ({"choosing_ms": float("nan")}, "a latency is no time"),
+        ({"choosing_ms": None}, "is damaged"),
+        ({"figures": []}, "it has no settings or figures"),
+        ({"settings": {}}, "it has no settings or figures"),
         ({"shapes": ["2x1"]}, "holds float32 tensors"),
     ],
 )
