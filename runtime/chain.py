@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def sample(rows: torch.Tensor, uniform: torch.Tensor) -> tuple[list[int], list[f
 def _token(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
     """(probability that the path ends at each node, weight of the target in each residual), L + 1 of each."""
     accept = [min(each, 1.0) for each in ratio]
-    reach = [1.0, *accumulate(accept, float.__mul__)]
+    reach = [1.0, *accumulate(accept, mul)]
     return [here * (1 - each) for here, each in zip(reach, accept, strict=False)] + reach[-1:], [1.0] * len(reach)
 
 
