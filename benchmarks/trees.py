@@ -25,13 +25,12 @@ from rich.progress import track
 from torch import Tensor
 
 from ..data.tasks import DataOptions
-from ..export.bundle import read_tensors
 from ..runtime.completion import Request
 from ..runtime.decode import Engine
 from ..runtime.latency import Latencies, read_latencies, simulated
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
-from ..runtime.selector import SCALARS, parse_shape, read_selector_card
+from ..runtime.selector import SCALARS, load_network, parse_shape, read_selector_card
 from ..train.selector import GPU, Contexts, SelectorModule, contexts, settled
 from ..verifier.methods import METHODS
 from .decode import check_confidences
@@ -93,8 +92,7 @@ def run(
         settings = card["settings"]
         known = contexts(folders, method, costs, settings["validation"], settings["seed"])
         module = SelectorModule(known, 0.0, 0.0, settings["width"])
-        wanted = {name: list(tensor.shape) for name, tensor in module.network.state_dict().items()}
-        module.network.load_state_dict(read_tensors(Path(selectors) / method / "selector.safetensors", wanted))
+        load_network(Path(selectors) / method, module.network)
         rows += _predicted(method, known, *settled(known, module.choice(), card), seed)
         for temperature in temperatures:
             base = known.base[known.temperature == temperature][0]

@@ -102,9 +102,10 @@ class Model:
         """
         device = self.device
         tokens = tokens.to(device)
-        if positions is None and (self.window or cache is None or not self._lean):
+        if positions is not None:
+            positions = positions.to(device)
+        elif self.window or cache is None or not self._lean:
             positions = torch.arange(start, start + tokens.shape[1], device=device).expand_as(tokens)
-        positions = positions if positions is None else positions.to(device)
         slots = positions if cache is None else cache.write_at(start, tokens, positions if self.window else None)
         if self._lean:
             self._lean.refresh()

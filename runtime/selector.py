@@ -360,19 +360,24 @@ def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampli
     base = min(card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p))
     if base.get("constant"):
         return Selector([parse_shape(base["shape"]).grow(drafting)])
-    from ..export.bundle import read_tensors
-
     sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"]), card["width"]
     with torch.device("meta"):
         network = ShapeNetwork(*sizes)
-    wanted = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    network.load_state_dict(read_tensors(folder / FILES[1], wanted), assign=True)
+    load_network(folder, network)
     network = network.eval().requires_grad_(False).to(pair.target.device)
     shapes = [parse_shape(shape).grow(drafting) for shape in card["shapes"]]
     latency = zip(card["latency"]["draft"], card["latency"]["target"], strict=True)
     step = card["latency"]["step"]
     facts = [facts_of((place + 0.5) * step, t, p, *each) for place, each in enumerate(latency)]
     return LearnedSelector(shapes, network, card["shapes"].index(base["shape"]), facts, step)
+
+
+def load_network(folder: Path, network: ShapeNetwork) -> None:
+    """Give the network the weights in a folder, once they are found to be of its shapes."""
+    from ..export.bundle import read_tensors
+
+    wanted = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    network.load_state_dict(read_tensors(folder / FILES[1], wanted), assign=True)
 
 
 def read_selector_card(folder: Path) -> dict[str, Any]:
@@ -414,7 +419,7 @@ def _fault(card: dict[str, Any]) -> str:
         type(latency["step"]) is not int
         or latency["step"] < 1
         or not latency["draft"]
-        or len(times) != 2 * len(latency["draft"]) + 1
+        or len(latency["draft"]) != len(latency["target"])
     ):
         return "its latencies do not belong together"
     return "" if all(0 <= value < math.inf for value in times) else "a latency is no time"

@@ -172,7 +172,7 @@ def select(
         settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
                     "lr": lr, "risk": risk, "width": width, "validation": validation, "seed": seed}  # fmt: skip
         timed = Path(out) / CHOOSING.format(len(found), width)
-        choosing = 0.0 if latencies == GPU else _kept(timed, lambda: choosing_ms(pair, len(found), width))
+        choosing = 0.0 if latencies == GPU else _kept(timed, lambda: choosing_ms(pair, len(found), width)) / 1e3
         for method in methods:
             rows = train_selector(Path(out) / method, method, folders, costs, settings, choosing)
             print(line(method, rows), flush=True)
@@ -339,7 +339,7 @@ def train_selector(
 ) -> list[dict]:
     """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there.
 
-    choosing: milliseconds of a choice, see `choosing_ms`.
+    choosing: seconds that a choice takes, see `choosing_ms`.
     """
     settings = settings | {"labels": [sha256(folder / "manifest.json") for folder in folders]}
     if (out / FILES[0]).is_file():
@@ -354,7 +354,7 @@ def train_selector(
 
     with quiet():
         seed_everything(settings["seed"], verbose=False)
-        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing / 1e3)
+        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing)
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
         Trainer(
@@ -362,10 +362,10 @@ def train_selector(
             enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=1,
         ).fit(module, loader)  # fmt: skip
     module.network.load_state_dict(module.best[2])
-    rows = figures(known, module.choice(), choosing / 1e3)
+    rows = figures(known, module.choice(), choosing)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILES[1], save({name: t.contiguous() for name, t in module.network.state_dict().items()}))
-    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": choosing}
+    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": 1e3 * choosing}
     write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")
     return rows
 
