@@ -15,8 +15,8 @@ PUBLIC = {
     "expected_length": "verifier.law",
     "METHODS": "verifier.methods",
     "relax": "verifier.relax",
-    "decode": "runtime.decode",
-    "load_bundle": "export.bundle",
+    "decode": "runtime.engine",
+    "load_bundle": "runtime.bundle",
 }
 
 __all__ = list(PUBLIC)

@@ -20,18 +20,18 @@ from importlib import import_module
 from . import __version__
 
 COMMANDS = {
-    "run": ("story", "run", "gather, train, export and evaluate with one configuration; skips what is complete"),
-    "gather": ("data.gather", "gather", "let a pair write texts and keep their traces: what a gate learns from"),
-    "train": ("train.command", "main", "train a gate on traces"),
-    "select": ("train.selector", "select", "train what chooses the tree before each step, from labelled contexts"),
+    "run": ("commands.run", "run", "gather, train, export and evaluate with one configuration; skips what is complete"),
+    "gather": ("data.gathering", "gather", "let a pair write texts and keep their traces: what a gate learns from"),
+    "train": ("train.fit", "main", "train a gate on traces"),
+    "select": ("selector.training", "select", "train what chooses the tree before each step, from labelled contexts"),
     "distill": ("train.adapters", "distill", "fine-tune a draft to its target, on texts of the target itself"),
-    "export": ("export.command", "export", "make a bundle of a trained gate: a folder that decoding can use"),
-    "eval": ("eval.command", "evaluate", "measure quality and speed of methods and relaxations on held-out prompts"),
-    "calibrate": ("eval.calibrate", "calibrate", "choose a bundle's bias: quality drops by no more than a limit"),
+    "export": ("commands.export", "export", "make a bundle of a trained gate: a folder that decoding can use"),
+    "eval": ("commands.eval", "evaluate", "measure quality and speed of methods and relaxations on held-out prompts"),
+    "calibrate": ("eval.calibration", "calibrate", "choose a bundle's bias: quality drops by no more than a limit"),
     "report": ("eval.page", "command", "write one HTML page of a run, or of several compared"),
-    "decode": ("runtime.command", "decode_command", "write a text, with statistics"),
-    "bench": ("benchmarks.command", "bench", "run a benchmark by its name and print its table"),
-    "selfcheck": ("verifier.selfcheck", "selfcheck", "check that a verification method obeys its law on this machine"),
+    "decode": ("commands.decode", "decode_command", "write a text, with statistics"),
+    "bench": ("commands.bench", "bench", "run a benchmark by its name and print its table"),
+    "selfcheck": ("commands.selfcheck", "selfcheck", "check that a verification method obeys its law on this machine"),
 }
 
 # ValueError, TypeError and OSError carry the sentences of STYLE.md; a missing module is an extra that is not installed.
@@ -76,13 +76,13 @@ def dispatch(args: list[str]) -> int:
         return 0
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
-        from .settings import nearest
+        from .files import nearest
 
         raise ValueError(f"`{name}` is not a command{nearest(name, COMMANDS)}")
     function = command(name)
     if reads_own_options(function):
         return 1 if function(rest) is False else 0
-    from .options import parse
+    from .commands.options import parse
 
     return 1 if function(**parse(function, rest, name)) is False else 0
 

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from ..data.tasks import DataOptions
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
+from ..runtime.engine import Engine
 from ..runtime.lean import SWITCH
 from ..runtime.model import Pair, load_pair, make_pair
 from ..verifier.methods import METHODS

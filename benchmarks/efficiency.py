@@ -15,8 +15,8 @@ from rich.progress import track
 
 from ..data.tasks import DataOptions, load_task
 from ..eval.quality import bootstrap
-from ..runtime.decode import decode
 from ..runtime.drafting import topology
+from ..runtime.engine import decode
 from ..runtime.model import load_pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling

@@ -21,12 +21,13 @@ from itertools import product
 
 import torch
 
+from ..commands.bench import record, table, write
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
+from ..runtime.engine import Engine
 from ..runtime.graphs import obstacle
 from ..runtime.model import Pair, make_pair
-from . import decode, verify
-from .command import record, table, write
+from . import bench_decode as decode
+from . import verify
 
 # layers, hidden, intermediate, heads, heads of keys and values, vocabulary of target and draft
 SHAPES = {

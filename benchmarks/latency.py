@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..data.shapes import CHAINS
 from ..data.tasks import DataOptions
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
+from ..runtime.engine import Engine
 from ..runtime.model import Model, load_pair
 from ..runtime.sampling import Sampling
+from ..selector.labels import CHAINS
 from .efficiency import encoded_prompts
 
 

@@ -179,6 +179,6 @@ def _sampled(draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: 
 
 
 if __name__ == "__main__":
-    from .command import record, table
+    from ..commands.bench import record, table
 
     print(table(record(run())))

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from ..data.tasks import load_task
 from ..runtime.completion import Completion, Request
-from ..runtime.decode import Engine
+from ..runtime.engine import Engine
 from ..runtime.model import Model, Pair, load_pair
 from ..verifier.methods import METHODS
 

@@ -16,7 +16,7 @@ from rich.progress import track
 
 from ..data.tasks import DataOptions
 from ..runtime.completion import Request
-from ..runtime.decode import STAGES, Engine
+from ..runtime.engine import STAGES, Engine
 from ..runtime.model import Model, load_pair
 from ..runtime.sampling import Sampling
 from .efficiency import encoded_prompts

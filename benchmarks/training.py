@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from pytorch_lightning import Callback, Trainer
 
-from ..data.module import TraceModule
+from ..commands.bench import record, table
+from ..data.batches import TraceModule
 from ..data.traces import LAYOUT, Shard, write_manifest, write_shard
 from ..train.module import VerifierModule
 from ..verifier.head import FEATURES
-from .command import record, table
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
 TINY = (64, 128)  # of the packaged pair
@@ -75,7 +75,7 @@ def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
 
 def _throughput(folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int) -> dict:
     """One head trained for `repeats` epochs after one to warm up."""
-    from ..train.command import DEFAULTS, quiet  # needs jsonargparse, which some machines with a GPU lack
+    from ..train.fit import DEFAULTS, quiet  # needs jsonargparse, which some machines with a GPU lack
 
     clock = _Clock()
     data = TraceModule(str(folder), batch, validation=0.0, hidden=features != "logits")

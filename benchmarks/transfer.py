@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..commands.export import export
 from ..data.tasks import DataOptions
-from ..export.command import export
 from .verifiers import FIT, HEADS, World, choose, rows_of
 
 
@@ -82,7 +82,7 @@ def run(
             traces, settings = plan
             head = str(Path(out) / f"head-{number}")
             reward = "likelihood" if likelihood else "task"
-            from ..train.command import train  # needs jsonargparse, which some machines with a GPU lack
+            from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
 
             train(traces=traces, out=head, seed=seed, epochs=12, data=dict(batch=32, reward=reward), **settings)
         if not bundle.exists():

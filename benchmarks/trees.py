@@ -25,15 +25,15 @@ from rich.progress import track
 from torch import Tensor
 
 from ..data.tasks import DataOptions
+from ..runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
-from ..runtime.latency import Latencies, read_latencies, simulated
+from ..runtime.engine import Engine
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
-from ..runtime.selector import SCALARS, load_network, parse_shape, read_selector_card
-from ..train.selector import GPU, Contexts, SelectorModule, contexts, settled
+from ..selector.latency import Latencies, read_latencies, simulated
+from ..selector.training import GPU, Contexts, SelectorModule, contexts, settled
 from ..verifier.methods import METHODS
-from .decode import check_confidences
+from .bench_decode import check_confidences
 from .efficiency import encoded_prompts, ratio_of_sums
 from .latency import clock_of
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from ..data.gather import gather
-from ..data.module import likelihood as likelihood_of
+from ..commands.export import export
+from ..data.batches import likelihood as likelihood_of
+from ..data.gathering import gather
 from ..data.tasks import DataOptions
 from ..data.traces import read_manifest, read_shards, write_manifest
 from ..eval.quality import bootstrap, paired_bootstrap
 from ..eval.statement import statements
-from ..export.command import export
 from ..train.objectives import acceptance, substitution
 from ..train.rounds import Stages, run_rounds
 
@@ -150,7 +150,7 @@ class World:
     def head(self, name: str, objective: str, settings: dict, count: int, seed: int, relaxation: str, unit: int,
              epochs: int, max_drop: float) -> str:  # fmt: skip
         """The bundle of a head trained on `count` texts."""
-        from ..train.command import train  # needs jsonargparse, which some machines with a GPU lack
+        from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
 
         folder = self.out / name.replace(" ", "-")
         reward = "likelihood" if self.likelihood or objective == "likelihood" else "task"

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..commands.bench import record, table
 from ..verifier.enumerate_laws import chain, full_tree, paths
 from ..verifier.law import DraftTree, draw
 from ..verifier.methods import METHODS
-from .command import record, table
 
 # What is drafted for every drafting law: a chain of 8, eight tokens as 2 paths, or a binary tree of 31 nodes.
 SHAPES = {

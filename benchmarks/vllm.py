@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..data.tasks import DataOptions, Task, load_task
 from ..export.vllm import KEY, METHOD, chosen
-from ..runtime.limits import within
+from ..files import within
 
 MOST_PROMPT_TOKENS = 384
 BATCH = 256  # texts that our loop decodes together
@@ -124,7 +124,7 @@ def _apart(kind: str, settings: dict) -> dict:
 def loop(settings: dict) -> dict:
     """Texts, speeds and tokens a target call of our loop."""
     from ..runtime.completion import Request
-    from ..runtime.decode import Engine
+    from ..runtime.engine import Engine
     from ..runtime.model import load_pair
     from ..runtime.sampling import Sampling
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from .rows import Source
+from .sources import Source
 
 
 class Blank(ValueError):

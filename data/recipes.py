@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from .layouts import Layout, nearest
 from .programs import humaneval_row, mbpp_row
 from .prompts import PLACES, check_template
-from .rows import SPLITS
 from .scores import SCORES
+from .sources import SPLITS
 
 
 @dataclass(frozen=True)

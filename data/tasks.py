@@ -14,13 +14,13 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
-from ..runtime.limits import within
+from ..files import within
 from . import sandbox
 from .layouts import Blank, Layout, choose, nearest
 from .prompts import Example, encode, fill
 from .recipes import TASKS, DataOptions, Recipe, recipe_for
-from .rows import SPLITS, Source, hub_source, local_source
 from .scores import SCORES, missing
+from .sources import SPLITS, Source, hub_source, local_source
 
 __all__ = ["TASKS", "DataOptions", "Example", "Task", "load_task"]
 SUMS_PROBLEMS = 1000  # without a limit

@@ -13,7 +13,6 @@ checks everything a damaged or foreign file could break: checksums, types, shape
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -26,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..files import sha256, write_whole
 from ..verifier.head import FEATURES
-from .files import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -231,12 +230,6 @@ def read_shards(folder: str | Path, verify: bool = True) -> Iterator[Shard]:
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:
         yield read_shard(folder, entry, manifest, verify)
-
-
-def sha256(path: str | Path) -> str:
-    """Checksum of a file, hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hidden_size(manifest: dict) -> int:

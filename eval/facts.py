@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy
 
-from ..data.files import read_settings, write_whole
 from ..data.scores import SCORES
-from ..data.traces import sha256
+from ..files import read_settings, sha256, write_whole
 from .quality import resampled
 from .speed import POINT, SETTINGS, read_results, summarise
 from .statement import SPEEDS, Statement, every_statement
@@ -63,7 +62,7 @@ def read_runs(folders: Sequence[str | Path], quality: str = "score") -> list[Run
 
 def remember(folder: Path) -> None:
     """Add the command that runs now, with machine and versions, to COMMANDS, unless it is there."""
-    from ..benchmarks.command import machine, versions
+    from ..files import machine, versions
 
     program = Path(sys.argv[0]).name
     words = ["diversed" if program == "__main__.py" else program, *sys.argv[1:]]
@@ -75,7 +74,7 @@ def remember(folder: Path) -> None:
 
 
 def _read(folder: Path, name: str, quality: str) -> Run:
-    from ..export.bundle import read_card
+    from ..runtime.bundle import read_card
 
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name one that `diversed eval` or `diversed run` wrote")

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..data.files import write_whole
+from ..files import write_whole
 from ..verifier.relax import parse
 
 KINDS = {  # colour, line style, words at the end of the line

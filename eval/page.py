@@ -13,8 +13,7 @@ from importlib.resources import files as packaged
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.files import write_whole
-from ..runtime.limits import within
+from ..files import within, write_whole
 from .facts import Run, read_runs
 from .frontiers import batches, depths, frontiers
 from .markup import Markup, tag
@@ -32,7 +31,7 @@ CONTENTS = {
 
 def command(args: list[str]) -> None:
     """`diversed report`; `args` are the folders and the options."""
-    from ..options import parse
+    from ..commands.options import parse
 
     count = next((index for index, word in enumerate(args) if word.startswith("-")), len(args))
     if not args:

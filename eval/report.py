@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..data.files import read_settings
+from ..files import read_settings
 from .facts import RESULTS, remember
 from .figure import frontier
 from .speed import SETTINGS, read_results, summarise

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.files import read_settings
+from ..files import read_settings
 from ..runtime.batch import padded, prefill
-from ..runtime.gate import Gate, load_gate
 from ..runtime.model import Output, Pair
+from ..runtime.relaxer import Gate, load_gate
 from ..runtime.sampling import Sampling, probabilities
 from ..verifier.law import DraftTree
 from ..verifier.relax import Relaxation, parse, relax

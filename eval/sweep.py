@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..data.files import read_settings, write_whole
 from ..data.tasks import Task
+from ..files import read_settings, within, write_whole
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
-from ..runtime.limits import within
+from ..runtime.engine import Engine
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse

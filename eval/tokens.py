@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.files import read_settings, write_whole
-from ..data.traces import sha256
+from ..files import read_settings, sha256, write_whole
 from ..runtime.batch import padded
-from ..runtime.gate import load_gate
 from ..runtime.model import Pair, load_pair
+from ..runtime.relaxer import load_gate
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation, parse
 from .facts import RESULTS, TOKENS, Run, best_point, head_checksum

@@ -12,9 +12,9 @@ from importlib.metadata import version
 from typing import Any
 
 from .. import __version__
+from ..runtime.bundle import FORMAT
 from ..verifier.head import FEATURES, WeightHead
 
-FORMAT = 1
 MEASURED = (
     "method",
     "relaxation",

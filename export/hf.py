@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..data.files import write_whole
+from ..commands.export import LARGEST_BIAS
+from ..files import SEEDS, within, write_whole
+from ..runtime.bundle import read_card
 from ..runtime.completion import Completion, Request
-from ..runtime.decode import Engine
 from ..runtime.drafting import MAX_NODES
-from ..runtime.limits import SEEDS, within
+from ..runtime.engine import Engine
 from ..runtime.model import Pair, make_pair
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
-from .bundle import FILES, read_card
-from .command import LARGEST_BIAS
+from .bundle_writer import FILES
 
 HONOURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
 HONOURED += ("pad_token_id", "stop_strings", "num_return_sequences", "num_assistant_tokens", "return_dict_in_generate")

@@ -20,10 +20,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from ..cli import USER_ERRORS, sentence
+from ..files import within
 from ..runtime.completion import Request
-from ..runtime.decode import Engine, run_grouped
 from ..runtime.drafting import MAX_NODES
-from ..runtime.limits import within
+from ..runtime.engine import Engine, run_grouped
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 

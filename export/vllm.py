@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..runtime.bundle import load_bundle
 from ..runtime.uniforms import uniforms
 from ..verifier.head import WeightHead
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.methods import METHODS
 from ..verifier.relax import Relaxation, parse, relax
-from .bundle import load_bundle
 
 KEY = "diversed"  # of vLLM's additional_config
 METHOD = {"standard": "token", "block": "block"}

@@ -17,15 +17,15 @@ from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.relax import relax, substitutions
 from .chain import sample, serves
 from .chain import verdict as chain_verdict
+from .choosers import Known
 from .completion import Completion, Request, cut, stopped
 from .drafting import children
 from .model import Model, Output
 from .sampling import probabilities
-from .selector import Known
 from .uniforms import uniforms
 
 if TYPE_CHECKING:
-    from .decode import Engine
+    from .engine import Engine
 
 PREFILL = 512
 SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of requests move nothing

@@ -43,15 +43,15 @@ from ..verifier.methods import METHODS
 from ..verifier.relax import relax, substitutions
 from .batch import Batch, not_finite
 from .cache import PackedCache
+from .choosers import Known
 from .completion import Completion
 from .drafting import Topology, children
 from .model import Model, Output
 from .sampling import Sampling, probabilities
-from .selector import Known
 from .uniforms import uniforms
 
 if TYPE_CHECKING:
-    from .decode import Engine
+    from .engine import Engine
 
 BUCKET = 256  # capacities are multiples of so many slots, so that few graphs serve texts of all lengths
 KEPT = 2  # steps that an engine keeps; each has caches of its own

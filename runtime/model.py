@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from .autotune import suited
 from .cache import PackedCache, attention_layers
 from .lean import LeanForward, obstacle
-from .measured import suited
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
 STRIPS = 16  # longest call whose causal mask is kept: a chain's; prompts have any length

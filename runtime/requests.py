@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import SEEDS, within
 from ..verifier.relax import parse
 from .completion import Completion
-from .limits import SEEDS, within
 from .prompt import check_text
 
 # name of a field -> (whether a value is good, what it must be)
@@ -53,7 +53,7 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
 
     A line that leaves out its id or seed has i, counted from 0, and seed * 2^32 + i.
     """
-    from ..data.rows import read_rows
+    from ..data.sources import read_rows
 
     within(-(1 << 31), (1 << 31) - 1, seed=options["seed"])
     check_relaxation(options["relaxation"])
@@ -74,7 +74,7 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
 
 
 def _check_fields(place: str, row: dict) -> None:
-    from ..settings import nearest
+    from ..files import nearest
 
     for name, value in {"prompt": None, **row}.items():
         if name not in FIELDS:
@@ -93,7 +93,7 @@ def check_relaxation(relaxation: str) -> None:
     """Refuse what is no relaxation, or names a folder that is no bundle, before any model is loaded."""
     rule = parse(relaxation)
     if rule.source and ":" not in rule.source:
-        from ..export.bundle import read_card
+        from .bundle import read_card
 
         read_card(rule.source)
 
@@ -110,14 +110,14 @@ class Results:
 
     def begun(self) -> dict[str, Any]:
         """The settings that the file was begun with, empty where it is not there yet."""
-        from ..data.files import read_settings
+        from ..files import read_settings
 
         path = self.folder / "settings.json"
         return read_settings(path, "--output") if path.is_file() else {}
 
     def begin(self, settings: dict[str, Any]) -> int:
         """Number of requests whose results are there; other settings are refused, what a kill cut off is dropped."""
-        from ..data.files import write_whole
+        from ..files import write_whole
 
         path, settings = self.folder / "settings.json", json.loads(json.dumps(settings))
         if before := self.begun():

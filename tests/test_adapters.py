@@ -9,12 +9,13 @@ import signal
 import pytest
 import torch
 from diversed import cli
-from diversed.data.lock import exclusive
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_shards
+from diversed.files import exclusive
 from diversed.runtime.model import Model, load_module, load_pair, load_tokenizer
 from diversed.runtime.sampling import Sampling
-from diversed.train import adapters, command, draft
+from diversed.train import adapters, draft
+from diversed.train import fit as command
 from diversed.train.adapters import distill, keep_layers
 from diversed.train.draft import DraftModule, Texts, collate, compare
 from peft import PeftModel

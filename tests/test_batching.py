@@ -9,7 +9,7 @@ from diversed.benchmarks import memory
 from diversed.runtime import batch as batches
 from diversed.runtime.batch import SLOTS, Batch
 from diversed.runtime.completion import Request
-from diversed.runtime.decode import Engine, decode
+from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.verifier.methods import METHODS
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM

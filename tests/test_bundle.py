@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diversed.commands.decode import _models
+from diversed.commands.export import export
 from diversed.eval.speed import summarise
-from diversed.export.bundle import add_frontier, load_bundle
-from diversed.export.command import export
-from diversed.runtime.command import _models
+from diversed.export.bundle_writer import add_frontier
+from diversed.runtime.bundle import load_bundle
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from safetensors.torch import load_file, save_file

@@ -7,13 +7,14 @@ import numpy
 import pytest
 import torch
 from diversed import cli
-from diversed.eval.calibrate import choose, drop_test, upper_bound
+from diversed.eval.calibration import choose, drop_test, upper_bound
 from diversed.eval.nominal import allowed
 from diversed.eval.sweep import Sweep
-from diversed.export.bundle import load_bundle, write_bundle
+from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.gate import load_gate
+from diversed.runtime.bundle import load_bundle
 from diversed.runtime.model import load_pair
+from diversed.runtime.relaxer import load_gate
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.relax import parse

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Literal
 
 import pytest
-from diversed import cli, options, settings
+from diversed import cli
+from diversed.commands import options, settings
 
 HEAVY = ("torch", "transformers", "pytorch_lightning", "datasets", "matplotlib", "jsonargparse")
 
@@ -338,7 +339,7 @@ def test_an_error_of_the_user_is_one_sentence(refused, monkeypatch, error, sente
 def test_a_command_whose_reader_has_left_is_quiet_and_not_done(command):
     code = (
         "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.stdout = open(1, 'w', buffering=1); "
-        "from diversed.verifier import selfcheck; selfcheck.TEXTS = 100; selfcheck.enumerated = lambda *_: (1, 0.0); "
+        "from diversed.commands import selfcheck; selfcheck.TEXTS = 100; selfcheck.enumerated = lambda *_: (1, 0.0); "
         f"from diversed import cli; os._exit(cli.main({command}))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -431,7 +432,7 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
 @pytest.fixture
 def benchmark(monkeypatch):
     """A benchmark called `probe`."""
-    from diversed.benchmarks import command as benchmarks
+    from diversed.commands import bench as benchmarks
 
     def run(*, batch: int = 1):
         return [{"case": "block", "value": 2.0 * batch, "unit": "ms", "low": 1.0, "high": 3.0, "vs": {"token": 1.5}}]
@@ -466,10 +467,10 @@ def test_bench_refuses_what_it_does_not_know(refused, benchmark, args, sentence)
 
 
 def test_every_benchmark_has_typed_options():
-    from diversed.benchmarks import command as benchmarks
+    from diversed.commands import bench as benchmarks
 
     for name in benchmarks.names():
-        run = importlib.import_module(f"diversed.benchmarks.{name}").run
+        run = importlib.import_module(f"diversed.benchmarks.{benchmarks._file(name)}").run
         options.make_parser({"": run}, f"bench {name}")
 
 

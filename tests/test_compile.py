@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diversed.runtime.decode import Engine
+from diversed.runtime.engine import Engine
 from diversed.runtime.graphs import StaticState
 from diversed.verifier.methods import METHODS
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from diversed import cli
-from diversed.settings import FOLDER
+from diversed.commands.settings import FOLDER
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 

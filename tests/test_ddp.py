@@ -15,9 +15,9 @@ import sys
 import pytest
 import torch
 from diversed import cli
-from diversed.data.module import Order
-from diversed.train import command
-from diversed.train.command import main
+from diversed.data.batches import Order
+from diversed.train import fit as command
+from diversed.train.fit import main
 from diversed.train.module import VerifierModule
 from safetensors.torch import load_file
 

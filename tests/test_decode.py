@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from diversed.runtime.completion import Request
-from diversed.runtime.decode import Engine, decode
+from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.prompt import check_text
 from diversed.runtime.sampling import Sampling

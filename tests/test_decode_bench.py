@@ -1,7 +1,8 @@
 """The decoding benchmarks: which cases they compare, with whom, and what they leave out. Nothing here is timed."""
 
 import pytest
-from diversed.benchmarks import agreement, decode, overhead
+from diversed.benchmarks import agreement, overhead
+from diversed.benchmarks import bench_decode as decode
 from diversed.runtime import chain
 
 from .support.models import module, tokenizer

@@ -9,10 +9,11 @@ import time
 
 import pytest
 from diversed import cli
-from diversed.data.lock import exclusive
-from diversed.runtime import measured, model, progress
+from diversed.files import exclusive
+from diversed.runtime import autotune as measured
+from diversed.runtime import model, progress
 from diversed.runtime.completion import Stream, beginning, cut
-from diversed.runtime.decode import decode
+from diversed.runtime.engine import decode
 from hypothesis import given
 from hypothesis import strategies as st
 

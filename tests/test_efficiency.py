@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diversed.runtime.selector import parse_shape
+from diversed.runtime.choosers import parse_shape
 from diversed.verifier import METHODS, draw
 from diversed.verifier.efficiency import block_efficiency, chain_efficiency
 from diversed.verifier.enumerate_laws import KINDS, chain, drafts, mean_length, random_pair

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diversed.eval.command import evaluate
+from diversed.commands.eval import evaluate
 from diversed.eval.figure import describe, frontier
 from diversed.eval.report import empty_texts
 from diversed.eval.speed import read_results, score_positions, summarise
@@ -278,7 +278,7 @@ def test_processes_that_share_a_sweep_end_with_the_bytes_of_one(finished, option
 
 def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, options, tmp_path):
     code = (
-        "from diversed.eval.command import evaluate; from diversed.data.tasks import DataOptions; "
+        "from diversed.commands.eval import evaluate; from diversed.data.tasks import DataOptions; "
         f"evaluate(out={str(tmp_path)!r}, num_shards=2, shard_index=0, "
         f"**{ {**options, 'data': None}!r} | {{'data': {options['data']!r}}})"
     )

@@ -10,17 +10,18 @@ import shutil
 import pytest
 import torch
 import yaml
-from diversed import cli, options, settings
-from diversed.data.files import read_settings
-from diversed.data.rows import read_rows
-from diversed.data.traces import MANIFEST, read_manifest, read_shards, sha256
+from diversed import cli
+from diversed.commands import options, settings
+from diversed.commands.export import _read_training, export
+from diversed.data.sources import read_rows
+from diversed.data.traces import MANIFEST, read_manifest, read_shards
 from diversed.eval.speed import read_results
-from diversed.export.bundle import load_bundle
-from diversed.export.command import _read_training, export
-from diversed.runtime.latency import read_latencies
+from diversed.files import read_settings, sha256
+from diversed.runtime.bundle import load_bundle
+from diversed.runtime.choosers import make_selector, parse_shape
 from diversed.runtime.requests import read_lines
 from diversed.runtime.sampling import Sampling
-from diversed.runtime.selector import make_selector, parse_shape
+from diversed.selector.latency import read_latencies
 from diversed.train.module import _started
 from diversed.verifier import METHODS, DraftTree
 from diversed.verifier.enumerate_laws import Pair, drafts, law_error

@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
-from diversed.data.gather import as_shard, bytes_per_token, gather, worker
+from diversed.data.gathering import as_shard, bytes_per_token, gather
 from diversed.data.tasks import DataOptions
-from diversed.data.traces import read_manifest, read_shards, sha256
-from diversed.runtime.gate import Gate
-from diversed.runtime.sampler import Sampler, couple
+from diversed.data.traces import read_manifest, read_shards
+from diversed.files import sha256, worker
+from diversed.runtime.relaxer import Gate
+from diversed.runtime.rollouts import Sampler, couple
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import logit_features
 from diversed.verifier.relax import parse
@@ -154,7 +155,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(workplace):
     gather(out=str(folder / "whole"), **options)
     data = options["data"]
     code = (
-        "from diversed.data.gather import gather; from diversed.data.tasks import DataOptions; "
+        "from diversed.data.gathering import gather; from diversed.data.tasks import DataOptions; "
         f"gather(out={str(folder / 'killed')!r}, **{ {**options, 'data': None}!r} | {{'data': {data!r}}})"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)

@@ -13,10 +13,10 @@ import torch
 from diversed.runtime import graphs
 from diversed.runtime.batch import Batch
 from diversed.runtime.completion import Request
-from diversed.runtime.decode import Engine
-from diversed.runtime.gate import Gate
+from diversed.runtime.engine import Engine
 from diversed.runtime.graphs import StaticBatch, StaticState, StaticStep, obstacle
 from diversed.runtime.model import load_pair, make_pair
+from diversed.runtime.relaxer import Gate
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.kernels import NAMES

@@ -8,11 +8,12 @@ from itertools import product
 
 import pytest
 import torch
-from diversed.export.bundle import add_bias, add_frontier, load_bundle, write_bundle
-from diversed.export.command import export
+from diversed.commands.export import export
+from diversed.export.bundle_writer import add_bias, add_frontier, write_bundle
 from diversed.export.hf import HONOURED, NEUTRAL, _refuse
-from diversed.runtime.decode import decode
-from diversed.runtime.limits import SEEDS
+from diversed.files import SEEDS
+from diversed.runtime.bundle import load_bundle
+from diversed.runtime.engine import decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead

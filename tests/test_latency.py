@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from diversed.benchmarks import latency
-from diversed.benchmarks.command import record, write
-from diversed.runtime.latency import Latencies, read_latencies, simulated, with_rest
-from diversed.runtime.selector import parse_shape
+from diversed.commands.bench import record, write
+from diversed.runtime.choosers import parse_shape
+from diversed.selector.latency import Latencies, read_latencies, simulated, with_rest
 
 CALLS = Latencies(
     np.array([1, 5]), np.array([0, 100]),

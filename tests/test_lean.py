@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from diversed.runtime import lean
-from diversed.runtime.decode import decode
+from diversed.runtime.engine import decode
 from diversed.runtime.lean import SWITCH, obstacle
 from diversed.runtime.model import Model, Pair
 from diversed.verifier.law import DraftTree

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from diversed.assets.sums import problems
-from diversed.runtime.decode import decode
+from diversed.runtime.engine import decode
 from diversed.runtime.sampling import Sampling
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: pip install 'diversed[lm-eval]'")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from diversed.runtime import measured
-from diversed.runtime.measured import fastest_threads, slower_than_float32, suited
+from diversed.runtime import autotune as measured
+from diversed.runtime.autotune import fastest_threads, slower_than_float32, suited
 
 from .support.models import module, tiny_pair
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diversed.runtime.decode import decode
+from diversed.runtime.engine import decode
 from diversed.runtime.model import Model, load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM

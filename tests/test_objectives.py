@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from diversed.data.module import advantage, base, untouched
+from diversed.data.batches import advantage, base, untouched
 from diversed.train.objectives import (
     acceptance,
     attribution,

@@ -29,9 +29,10 @@ BELOW = {
     "verifier": {"verifier"},
     "runtime": {"verifier", "runtime"},
     "data": {"verifier", "runtime", "data"},
+    "selector": {"verifier", "runtime", "data", "selector", "train"},
     "train": {"verifier", "runtime", "data", "train"},
 }
-LEAVES = {"assets", "configs", "__init__"}
+LEAVES = {"assets", "configs", "__init__", "files"}
 
 
 def python_files(folder):

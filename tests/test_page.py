@@ -336,8 +336,8 @@ def test_numbers_of_single_tokens_add_up_to_those_of_the_text(pair, relaxation):
 @pytest.fixture(scope="module")
 def story(pair, tmp_path_factory):
     """A run folder that the packaged pair and a gate of random weights made, bundle and all."""
-    from diversed.eval.command import evaluate
-    from diversed.export.bundle import write_bundle
+    from diversed.commands.eval import evaluate
+    from diversed.export.bundle_writer import write_bundle
     from diversed.export.card import make_card
 
     out = tmp_path_factory.mktemp("story") / "run"

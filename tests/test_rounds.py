@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 from diversed import cli
-from diversed.data.module import TraceModule
-from diversed.train.command import train
+from diversed.data.batches import TraceModule
+from diversed.train.fit import train
 from diversed.train.rounds import BIASES, operating_point, predicted_rewards
 
 from .support.traces import synthetic_traces

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from diversed.benchmarks import latency, trees
-from diversed.benchmarks.command import record, write
-from diversed.data.shapes import read_labels
-from diversed.export.bundle import write_bundle
+from diversed.commands.bench import record, write
+from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.decode import Engine, decode
-from diversed.runtime.latency import simulated
+from diversed.runtime.choosers import SCALARS, parse_shape
+from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import load_pair
-from diversed.runtime.selector import SCALARS, parse_shape
-from diversed.train.selector import (
+from diversed.selector.labels import read_labels
+from diversed.selector.latency import simulated
+from diversed.selector.training import (
     Contexts,
     SelectorModule,
     choosing_ms,
@@ -24,7 +24,7 @@ from diversed.train.selector import (
     objective,
     select,
     settled,
-)  # fmt: skip
+)
 from diversed.verifier.head import WeightHead
 
 
@@ -167,7 +167,7 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
     capsys.readouterr()
     for path in written:
         path.unlink()
-    monkeypatch.setattr("diversed.train.selector.choosing_ms", lambda *_: 1e6)
+    monkeypatch.setattr("diversed.selector.training.choosing_ms", lambda *_: 1e6)
     select(out=str(tmp_path / "out"), **options)
     assert {path: path.read_bytes() for path in written} == written
     card = json.loads((tmp_path / "out" / "block" / "selector.json").read_text())

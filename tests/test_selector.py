@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from diversed.runtime.choosers import FILES, SCALARS, LearnedSelector, ShapeNetwork, parse_shape, row_scalars, row_sums
 from diversed.runtime.completion import Completion, Request
-from diversed.runtime.decode import Engine, decode
+from diversed.runtime.engine import Engine, decode
 from diversed.runtime.sampling import Sampling
-from diversed.runtime.selector import (
-    FILES,
-    SCALARS,
-    LearnedSelector,
-    ShapeNetwork,
-    parse_shape,
-    row_scalars,
-    row_sums,
-)
 from diversed.verifier.enumerate_laws import drafts, model_law, random_pair, text_law
 from diversed.verifier.law import DraftTree
 from diversed.verifier.methods import METHODS

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from diversed.commands import selfcheck as module
+from diversed.commands.selfcheck import sampled, selfcheck
 from diversed.verifier import METHODS, Law, Method
-from diversed.verifier import selfcheck as module
-from diversed.verifier.selfcheck import sampled, selfcheck
 from scipy.stats import chi2, chisquare, ncx2
 
 

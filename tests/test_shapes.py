@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from diversed.data.shapes import Comb, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from diversed.runtime.choosers import row_scalars
 from diversed.runtime.sampling import Sampling
-from diversed.runtime.selector import row_scalars
+from diversed.selector.labels import Comb, ShapeGatherer, gather_shapes, read_labels, shapes_of
 from diversed.verifier import METHODS
 from diversed.verifier.enumerate_laws import Pair, chain, mean_length
 from diversed.verifier.law import DraftTree
@@ -72,7 +72,7 @@ def test_with_a_gate_the_labels_are_those_of_the_relaxed_rows(monkeypatch):
 
 
 def text_of(made, prompt):
-    from diversed.runtime.sampler import Sampler
+    from diversed.runtime.rollouts import Sampler
     from diversed.verifier.relax import parse
 
     sampler = Sampler(made.pair, parse(made.relaxation), None, made.sampling, made.max_new_tokens)

@@ -45,7 +45,7 @@ def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, m
     out = tmp_path / "story"
     words = ["run", "--config", str(quick), "--out", str(out)]
 
-    from diversed.eval import command as evaluation
+    from diversed.commands import eval as evaluation
 
     @functools.wraps(evaluation.evaluate)
     def interrupt(**_):

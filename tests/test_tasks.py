@@ -8,12 +8,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-from diversed.data.gather import gather
+from diversed.commands.eval import evaluate
+from diversed.data.gathering import gather
 from diversed.data.prompts import Example
-from diversed.data.rows import read_rows
+from diversed.data.sources import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
 from diversed.data.traces import read_manifest, read_shards
-from diversed.eval.command import evaluate
 from diversed.eval.speed import summarise
 from diversed.runtime.completion import cut
 from hypothesis import given

@@ -7,8 +7,8 @@ import multiprocessing
 
 import pytest
 import torch
-from diversed.data.lock import exclusive
-from diversed.data.traces import read_manifest, read_shard, read_shards, sha256, write_manifest, write_shard
+from diversed.data.traces import read_manifest, read_shard, read_shards, write_manifest, write_shard
+from diversed.files import exclusive, sha256
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 

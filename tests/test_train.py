@@ -11,11 +11,11 @@ import signal
 
 import pytest
 import torch
-from diversed.data.lock import exclusive
-from diversed.data.module import Order, TraceModule, held_out
+from diversed.data.batches import Order, TraceModule, held_out
 from diversed.data.traces import read_shards
-from diversed.train import command
-from diversed.train.command import main, train
+from diversed.files import exclusive
+from diversed.train import fit as command
+from diversed.train.fit import main, train
 from diversed.train.module import VerifierModule, schedule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead

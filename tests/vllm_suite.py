@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diversed.commands.export import export
 from diversed.export import vllm as plugin
-from diversed.export.command import export
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling, probabilities
 from diversed.runtime.uniforms import uniforms

@@ -33,17 +33,15 @@ from pytorch_lightning import seed_everything
 from safetensors.torch import save
 from torch import nn
 
-from ..data.files import write_whole
-from ..data.gather import gather, versions
-from ..data.lock import exclusive
-from ..data.module import held_out
+from ..data.batches import held_out
+from ..data.gathering import gather, versions
 from ..data.tasks import DataOptions
-from ..data.traces import MANIFEST, read_manifest, sha256
-from ..runtime.limits import MOST_THREADS, within
+from ..data.traces import MANIFEST, read_manifest
+from ..files import MOST_THREADS, exclusive, sha256, within, write_whole
 from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_pair, load_tokenizer
 from ..runtime.sampling import Sampling
-from .command import CHECKPOINT, build_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
 from .draft import LOSSES, DraftModule, Pace, Texts, line, refuse_other_output
+from .fit import CHECKPOINT, build_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
 
 DONE = "distill.json"
 UNIT = 32  # prompts per shard of the texts

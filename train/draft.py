@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from ..data.gather import room
-from ..data.module import Order
+from ..data.batches import Order
+from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
 from ..runtime.model import Pair

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..runtime.limits import within
+from ..files import within
 from ..verifier.head import LARGEST_SIZE, WeightHead
 from .objectives import BLENDS, attribution, bounded, over_positions, reinforce
 

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..data.files import write_whole
-from ..data.module import TraceModule
+from ..data.batches import TraceModule
+from ..files import write_whole
 from ..verifier.head import WeightHead
 
 BIASES = [step / 4 for step in range(-40, 17)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from diversed.data.traces import Shard, write_manifest, write_shard
-from diversed.runtime.sampler import _top
+from diversed.runtime.rollouts import _top
 from diversed.verifier.head import logit_features
 from diversed.verifier.relax import geometric_rows
 

@@ -87,7 +87,7 @@ def take_config(args: list[str]) -> tuple[list[str], Any]:
 
 def check_sections(values: dict, done: Collection[str], file: str) -> None:
     """Refuse unknown keys in the sections of other commands too: a typo should not wait for its stage."""
-    from .cli import COMMANDS, command, reads_own_options
+    from ..cli import COMMANDS, command, reads_own_options
 
     for section in COMMANDS:
         if section in done or not settings.is_section(section, values.get(section)) or not values.get(section):

@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
-from ..data.gather import worker
-from ..data.lock import exclusive
 from ..data.tasks import DataOptions, load_task
-from ..data.traces import sha256
-from ..runtime.decode import Engine, check_prompts
-from ..runtime.limits import MOST_THREADS, within
+from ..eval.report import RESULTS, report
+from ..eval.speed import read_results
+from ..eval.statement import every_statement
+from ..eval.sweep import Sweep, every_cell
+from ..files import MOST_THREADS, exclusive, sha256, within, worker
+from ..runtime.engine import Engine, check_prompts
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
-from .report import RESULTS, report
-from .speed import read_results
-from .statement import every_statement
-from .sweep import Sweep, every_cell
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
 
@@ -90,7 +87,7 @@ def evaluate(
     """
     sweep = prepare(**locals())
     if dry_run:
-        from .dry_run import tell
+        from ..eval.dry_run import tell
 
         tell(sweep)
         return

@@ -38,11 +38,8 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 
-from ..data.files import read_settings, write_whole
-from ..data.lock import exclusive
-from ..data.module import TraceModule
-from ..data.traces import sha256
-from ..runtime.limits import MOST_THREADS, within
+from ..data.batches import TraceModule
+from ..files import MOST_THREADS, exclusive, read_settings, sha256, within, write_whole
 from .module import VerifierModule
 
 CHECKPOINT = "last.ckpt"
@@ -151,7 +148,7 @@ class _TrainCLI(LightningCLI):
         parser.link_arguments("data.target_hidden", "model.target_hidden", apply_on="instantiate")
 
     def parse_arguments(self, parser, args: list[str]) -> None:
-        from ..options import explain, option_names, spell_out, take_config
+        from ..commands.options import explain, option_names, spell_out, take_config
 
         args, file = take_config(args)
         values = _section(file, option_names(parser)) if file else {}
@@ -169,7 +166,7 @@ class _TrainCLI(LightningCLI):
 
 def _section(file: Path, options: list[str]) -> dict:
     """What a settings file says about training: its section `train`, or all of a file that has no sections."""
-    from .. import settings
+    from ..commands import settings
 
     values = settings.load(file)
     if not any(settings.is_section(key, value) for key, value in values.items()):

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..export.bundle_writer import add_bias, add_frontier, write_bundle
+from ..export.card import make_card
+from ..runtime.bundle import check_sizes
 from ..verifier.head import WeightHead
-from .bundle import add_bias, add_frontier, check_sizes, write_bundle
-from .card import make_card
 
 LARGEST_BIAS = 1e30  # float32 ends at 3e38
 MANIFEST = ("tokenizer", "vocab", "sampling", "task", "relaxation")

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .traces import MANIFEST, Shard, read_manifest, read_shard, sha256
+from ..files import sha256
+from .traces import MANIFEST, Shard, read_manifest, read_shard
 
 # Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
 PADDING = {

@@ -27,7 +27,7 @@ from rich.progress import track
 
 from ..data.tasks import DataOptions
 from ..runtime.completion import Request
-from ..runtime.decode import Engine
+from ..runtime.engine import Engine
 from ..runtime.model import Model, Pair, load_pair
 from ..runtime.sampling import Sampling
 from .efficiency import encoded_prompts

@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy
 
-from ..data.files import write_whole
-from ..data.lock import exclusive
+from ..commands.eval import prepare
 from ..data.tasks import DataOptions
-from ..data.traces import sha256
-from ..export.bundle import FILES, add_bias, load_bundle, write_bundle
+from ..export.bundle_writer import FILES, add_bias, write_bundle
 from ..export.card import with_calibration
+from ..files import exclusive, sha256, write_whole
+from ..runtime.bundle import load_bundle
 from ..runtime.sampling import Sampling
-from .command import prepare
 from .speed import read_results
 from .sweep import Cell, Sweep, cell_of
 

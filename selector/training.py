@@ -33,18 +33,10 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..data.files import write_whole
-from ..data.lock import exclusive
-from ..data.module import held_out
-from ..data.shapes import CHAINS, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from ..data.batches import held_out
 from ..data.tasks import DataOptions, load_task
-from ..data.traces import sha256
-from ..runtime.latency import Latencies, read_latencies, simulated
-from ..runtime.limits import MOST_THREADS, within
-from ..runtime.model import Pair, load_pair
-from ..runtime.prompt import prompt_tokens
-from ..runtime.sampling import Sampling
-from ..runtime.selector import (
+from ..files import MOST_THREADS, exclusive, sha256, within, write_whole
+from ..runtime.choosers import (
     FILES,
     FORMAT,
     Known,
@@ -55,9 +47,14 @@ from ..runtime.selector import (
     parse_shape,
     read_selector_card,
 )
+from ..runtime.model import Pair, load_pair
+from ..runtime.prompt import prompt_tokens
+from ..runtime.sampling import Sampling
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
+from .labels import CHAINS, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from .latency import Latencies, read_latencies, simulated
 
 WORST = 0.1  # share of a batch in the risk term
 FACTS_STEP = 64  # tokens of context between the latencies that a selector is told
@@ -350,7 +347,7 @@ def train_selector(
     known = contexts(folders, method, costs, settings["validation"], settings["seed"])
     if not known.held.any() or known.held.all():
         raise ValueError("`prompts` must leave texts to train on and texts held out; label more, or longer texts")
-    from .command import quiet  # it brings Lightning's command line, which a benchmark must not need
+    from ..train.fit import quiet  # it brings Lightning's command line, which a benchmark must not need
 
     with quiet():
         seed_everything(settings["seed"], verbose=False)

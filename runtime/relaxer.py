@@ -45,7 +45,7 @@ def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | 
         if relaxation.bias:
             raise ValueError(f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave it out")
         return Gate(_checked(_made(relaxation.source, pair.tokenizer), relaxation.source), checked=True)
-    from ..export.bundle import load_bundle
+    from .bundle import load_bundle
 
     bundle = load_bundle(relaxation.source, pair.target, pair.draft, sampling)
     if (blend := bundle.card["head"].get("blend", "probabilities")) != relaxation.blend:

@@ -374,7 +374,7 @@ def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampli
 
 def load_network(folder: Path, network: ShapeNetwork) -> None:
     """Give the network the weights in a folder, once they are found to be of its shapes."""
-    from ..export.bundle import read_tensors
+    from .bundle import read_tensors
 
     wanted = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
     network.load_state_dict(read_tensors(folder / FILES[1], wanted), assign=True)

@@ -1,4 +1,4 @@
-"""A bundle: one trained gate in a folder that can be moved, checked and refused.
+"""Reading a bundle: one trained head in a folder that can be moved, checked and refused.
 
     head.safetensors     the gate's tensors, float32
     card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
@@ -13,8 +13,6 @@ card before any tensor is read.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +20,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from ..data.files import write_whole
-from ..runtime.selector import FILES as SELECTOR
-from ..runtime.selector import read_selector_card
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
-from .card import FORMAT, model_card, with_frontier
 
+FORMAT = 1
 FILES = ("card.json", "head.safetensors", "example.safetensors", "README.md")
 LARGEST_CARD = 16 << 20  # bytes
 # A gate's logit is a float32 sum of up to some ten thousand terms; another machine's order of summation moves it by
@@ -84,60 +78,6 @@ def load_bundle(
             stacklevel=2,
         )
     return Bundle(head=head, card=card, folder=folder)
-
-
-def add_bias(head: WeightHead, bias: float) -> None:
-    """Add `bias` to the gate's logit for good."""
-    list(head.net.modules())[-1].bias.data += bias
-
-
-def write_bundle(
-    folder: str | Path, head: WeightHead, card: dict[str, Any], selector: str | Path | None = None
-) -> Path:
-    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced.
-
-    selector: folder of `diversed select`, whose network is copied into the bundle.
-    """
-    folder = Path(folder)
-    # custom_generate is from hf.py, the latter from a process killed while it wrote
-    ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= ours):
-        raise FileExistsError(f"{folder} exists and is not a bundle; give another folder to write the bundle to")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as room:
-        new = Path(room) / "bundle"
-        new.mkdir()
-        head = head.to("cpu", torch.float32).eval()
-        # Not save_file: it hides a full disk in an error of its own and makes files that only their owner can read.
-        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-        (new / "head.safetensors").write_bytes(save(tensors))
-        (new / "example.safetensors").write_bytes(save(_example(head)))
-        _write_card(new, card)
-        if selector is not None:
-            read_selector_card(Path(selector))
-            for name in SELECTOR:
-                (new / name).write_bytes((Path(selector) / name).read_bytes())
-        load_bundle(new)
-        if folder.exists():
-            os.replace(folder, Path(room) / "old")
-        os.replace(new, folder)
-    return folder
-
-
-def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Write measured figures, rows of `eval.speed.summarise`, into a bundle's card and README."""
-    bundle = load_bundle(folder)
-    _write_card(bundle.folder, with_frontier(bundle.card, rows))
-
-
-def _write_card(folder: Path, card: dict[str, Any]) -> None:
-    """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's files once more."""
-    for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
-        write_whole(folder / name, text)
-    if card.get("custom_generate"):
-        from .hf import add_custom_generate
-
-        add_custom_generate(folder)
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:
@@ -207,18 +147,8 @@ def read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Te
     return tensors
 
 
-def _example(head: WeightHead, count: int = 6, vocab: int = 12) -> dict[str, torch.Tensor]:
-    """Rows of two imagined models, hidden states around those of training, and the gate's logit [count] there."""
-    generator = torch.Generator().manual_seed(0)
-    draft, target = torch.randn(2, count, vocab, generator=generator).mul(2).softmax(-1)
-    size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
-    hidden = head.mean[:size] + head.std[:size] * torch.randn(count, size, generator=generator)
-    example = {"draft": draft.contiguous(), "target": target.contiguous(), "hidden": hidden}
-    return example | {"logit": _logits(head, example)}
-
-
 @torch.no_grad()
-def _logits(head: WeightHead, example: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits_of(head: WeightHead, example: dict[str, torch.Tensor]) -> torch.Tensor:
     return head(
         logit_features(example["draft"], example["target"]) if head.needs_logits else None,
         example["hidden"] if head.needs_hidden else None,
@@ -230,7 +160,7 @@ def _replay(folder: Path, head: WeightHead) -> None:
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     wanted = {"draft": [6, 12], "target": [6, 12], "hidden": [6, size], "logit": [6]}
     example = read_tensors(folder / "example.safetensors", wanted)
-    got, expected = _logits(head, example), example["logit"]
+    got, expected = logits_of(head, example), example["logit"]
     error = float((got - expected).abs().max())
     if not error <= TOLERANCE * (1 + float(expected.abs().max())):
         raise ValueError(

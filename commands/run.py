@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from ..cli import command
+from ..files import within
 from . import options, settings
-from .cli import command
-from .runtime.limits import within
 
 # What this story decides: where the stages find each other's results.
 DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out", "dry_run"}}
@@ -92,8 +92,8 @@ def _refuse_bad_rounds(plan: dict[str, Any], trained: str) -> None:
 
 def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
     """A relaxation or method that does not exist is found before the first stage, not by the stage that needs it."""
-    from .eval.command import every_cell
-    from .verifier.relax import parse
+    from ..verifier.relax import parse
+    from .eval import every_cell
 
     parse(gather.relaxation)
     at = evaluate.temperatures or [1.0], evaluate.draft_lengths or [evaluate.draft_length]
@@ -136,7 +136,7 @@ def _rounds(
     out: Path, plan: dict[str, Any], stages: dict, gather: dict, export: dict, train_words: list[str], blend: str
 ) -> None:
     """Gather and train in rounds; the last head becomes the bundle."""
-    from .train.rounds import Stages, run_rounds
+    from ..train.rounds import Stages, run_rounds
 
     asked = export.pop("bias")
 
@@ -157,9 +157,9 @@ def _rounds(
 
 def _publish(bundle: str, out: Path, trust_remote_code: bool) -> None:
     """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
-    from .eval.page import write_page
-    from .eval.speed import summarise
-    from .export.bundle import add_frontier
+    from ..eval.page import write_page
+    from ..eval.speed import summarise
+    from ..export.bundle_writer import add_frontier
 
     add_frontier(bundle, summarise(out / "results.jsonl"))
     write_page(runs=[str(out)], trust_remote_code=trust_remote_code)
@@ -221,7 +221,7 @@ def _check_training(words: list[str], values: dict, file: str) -> str:
 
 def _refuse_several_processes(trainer: Any) -> None:
     """Each would run the whole story, and all of them write what the last stages write."""
-    from .data.gather import worker
+    from ..files import worker
 
     launched, _ = worker(None, None)
     if launched > 1 or str(trainer["devices"]) != "1" or trainer["num_nodes"] != 1:

@@ -9,31 +9,26 @@ manifest, which equals that of a single process.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import time
 from pathlib import Path
 
 import torch
 
+from ..files import MOST_THREADS, exclusive, sha256, versions, within, worker
 from ..runtime.completion import cut
-from ..runtime.gate import load_gate
-from ..runtime.limits import MOST_THREADS, within
 from ..runtime.model import Pair, load_pair
-from ..runtime.sampler import Sample, Sampler
+from ..runtime.relaxer import load_gate
+from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
 from ..verifier.head import FEATURES
 from ..verifier.relax import parse
-from .lock import exclusive
 from .scores import mean_log_probability
 from .tasks import DataOptions, Task, load_task
-from .traces import MANIFEST, Shard, read_manifest, read_shard, sha256, write_manifest, write_shard
+from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
-LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
-
-
 def gather(
     *,
     out: str,
@@ -117,34 +112,6 @@ def gather(
     lock = Path(out) if num_shards == 1 else Path(out) / f".worker-{shard_index}-of-{num_shards}"
     with exclusive(lock):
         return _Gathering(Path(out), settings, sampler, loaded, num_shards, shard_index).run()
-
-
-def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:
-    """(number of processes, index of this one), from the arguments or else from torchrun's or SLURM's environment."""
-    if num_shards is None and shard_index is None:
-        for size, rank in LAUNCHERS:
-            if size in os.environ and rank in os.environ:
-                num_shards, shard_index = int(os.environ[size]), int(os.environ[rank])
-                break
-    within(1, num_shards=num_shards)
-    num_shards, shard_index = num_shards or 1, shard_index or 0
-    if not 0 <= shard_index < num_shards:
-        raise ValueError(
-            f"`shard_index` must lie in 0..{num_shards - 1} for num_shards={num_shards}, got {shard_index}"
-        )
-    return num_shards, shard_index
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
-    import transformers
-
-    from .. import __version__
-
-    return {
-        "diversed": __version__, "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }  # fmt: skip
 
 
 def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:

@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 import torch
 
+from ..files import SEEDS, within
 from ..verifier import methods
 from ..verifier.relax import Relaxation, parse
 from .batch import Batch
+from .choosers import Selector, make_selector
 from .completion import Completion, Request, check_stop
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
-from .gate import load_gate
 from .graphs import StaticBatch, StaticState, obstacle
-from .limits import SEEDS, within
 from .model import Pair
+from .relaxer import load_gate
 from .sampling import Sampling
-from .selector import Selector, make_selector
 
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
 REFILL = 0.125

@@ -12,13 +12,12 @@ in the package: `quickstart` is configs/quickstart.yaml. Every key must be known
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
-from .cli import COMMANDS
+from ..cli import COMMANDS
+from ..files import nearest
 
-FEW = 16
-FOLDER = Path(__file__).parent / "configs"
+FOLDER = Path(__file__).parents[1] / "configs"
 SHARED = (
     "target", "draft", "dtype", "device", "trust_remote_code", "task", "data", "sampling", "draft_length",
     "max_new_tokens", "seed",
@@ -104,20 +103,6 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
     for key, value in values.items():
         keys += flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
     return keys
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them where they are few."""
-    names = sorted(names)
-    group = name.rpartition(".")[0]
-    siblings = {other.removeprefix(group): other for other in names if group and other.startswith(f"{group}.")}
-    known = siblings or {other: other for other in names}
-    close = get_close_matches(name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean `{known[close[0]]}`?"
-    if len(names) > FEW:
-        return "; --help lists them all"
-    return f"; it is one of {', '.join(names)}" if names else ""
 
 
 def _accepts(options: set[str], key: str) -> bool:

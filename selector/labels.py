@@ -22,22 +22,22 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ..data.traces import read_manifest, write_manifest
+from ..files import sha256, write_whole
 from ..runtime.batch import padded
-from ..runtime.decode import check_prompts
+from ..runtime.choosers import Shape, parse_shape, row_scalars
 from ..runtime.drafting import Topology, children
-from ..runtime.gate import load_gate
+from ..runtime.engine import check_prompts
 from ..runtime.model import Pair
 from ..runtime.progress import bar
-from ..runtime.sampler import Sampler
+from ..runtime.relaxer import load_gate
+from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
-from ..runtime.selector import Shape, parse_shape, row_scalars
 from ..runtime.uniforms import uniforms
 from ..verifier.efficiency import block_efficiency, chain_efficiency
 from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.methods import METHODS
 from ..verifier.relax import parse, relax
-from .files import write_whole
-from .traces import read_manifest, sha256, write_manifest
 
 CHAINS = ("token", "block")
 AS_TOKEN = ("token", "specinfer", "kseq", "rrsw", "greedy_tree")  # on a chain; the others are block verification there

@@ -18,9 +18,9 @@ from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.relax import Relaxation, relax
 from .batch import padded, prefill, refuse_nan
 from .completion import stopped
-from .decode import check_prompts
-from .gate import Gate
+from .engine import check_prompts
 from .model import Pair
+from .relaxer import Gate
 from .sampling import Sampling, probabilities
 from .uniforms import uniforms
 

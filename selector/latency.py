@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .selector import Shape, parse_shape
+from ..runtime.choosers import Shape, parse_shape
 
 ROLES = ("draft", "target")
 

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import sys
 from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..data.files import write_whole
-
-PACKAGES = ("diversed", "torch", "triton", "transformers", "pytorch-lightning", "numpy")
+from ..files import MEASURED, machine, nearest, versions, write_whole
 
 
 def bench(args: list[str]) -> None:
     """Run one benchmark; `args` are its name and its options."""
-    from ..options import parse
-    from ..settings import nearest
+    from .options import parse
 
     if not args or args[0] in ("-h", "--help"):
         print(f"usage: diversed bench NAME [--json FILE] [--option value ...]\n\nNAME: {', '.join(names())}")
@@ -34,7 +28,7 @@ def bench(args: list[str]) -> None:
     name, rest = args[0], args[1:]
     if name not in names():
         raise ValueError(f"`{name}` is not a benchmark{nearest(name, names())}")
-    run = import_module(f".{name}", __package__).run
+    run = import_module(f"...benchmarks.{_file(name)}", __name__).run
     options = parse(run, rest, f"bench {name}", extra=_json_option)
     file = options.pop("json")
     if file is not None and not Path(file).absolute().parent.is_dir():
@@ -51,12 +45,17 @@ def bench(args: list[str]) -> None:
 
 def names() -> list[str]:
     """Every benchmark's name."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "command"))
+    files = (Path(__file__).parents[1] / "benchmarks").glob("*.py")
+    return sorted(path.stem.removeprefix("bench_") for path in files if path.stem != "__init__")
+
+
+def _file(name: str) -> str:
+    return "bench_decode" if name == "decode" else name
 
 
 def record(rows: list[dict]) -> dict:
     """`rows` with where and when they were measured."""
-    return {"machine": machine(), "versions": versions(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows}
+    return {"machine": machine(), "versions": versions(MEASURED), "date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows}
 
 
 def write(document: dict, file: str | Path) -> None:
@@ -75,38 +74,6 @@ def table(document: dict) -> str:
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     about = ", ".join(f"{key} {value}" for key, value in document["versions"].items())
     return "\n".join([*text, "", ", ".join(map(str, document["machine"].values())), f"{about}; {document['date']}"])
-
-
-def machine() -> dict:
-    """What the numbers were measured on: processor, cores this process may use, GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"processor": _processor(), "cores": f"{cores} cores", "system": platform.platform()}
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found["threads"] = f"{torch.get_num_threads()} threads"
-        if torch.cuda.is_available():
-            found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers, where they are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    """The processor's name; `platform` gives only its architecture on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _json_option(parser) -> None:

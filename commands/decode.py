@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .completion import Completion, Request, Stream, check_stop
-from .drafting import Branches
-from .limits import MOST_THREADS, SEEDS, within
-from .progress import Progress
-from .prompt import check_text, prompt_tokens
-from .requests import Line, Results, read_lines
-from .sampling import Sampling
+from ..files import MOST_THREADS, SEEDS, within
+from ..runtime.completion import Completion, Request, Stream, check_stop
+from ..runtime.drafting import Branches
+from ..runtime.progress import Progress
+from ..runtime.prompt import check_text, prompt_tokens
+from ..runtime.requests import Line, Results, read_lines
+from ..runtime.sampling import Sampling
 
 if TYPE_CHECKING:
-    from .decode import Engine
-    from .model import Pair
+    from ..runtime.engine import Engine
+    from ..runtime.model import Pair
 
 # Options of an `Engine` besides the relaxation.
 TREE = ("method", "draft_length", "branches", "trunk", "drafting", "relax_leaf", "sampling", "compile")
@@ -103,7 +103,7 @@ def decode_command(
 
 
 def _decode_prompt(options: dict[str, Any]) -> None:
-    from .decode import decode
+    from ..runtime.engine import decode
 
     text = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
     check_text(text)
@@ -123,8 +123,8 @@ def _decode_prompt(options: dict[str, Any]) -> None:
 
 
 def _decode_file(options: dict[str, Any]) -> None:
-    from ..data.lock import exclusive
-    from .decode import STAGES, Engine, run_grouped
+    from ..files import exclusive
+    from ..runtime.engine import STAGES, Engine, run_grouped
 
     lines = read_lines(options["input"], options)
     results = Results(options["output"], lines, options["unit"])
@@ -154,7 +154,7 @@ def _decode_file(options: dict[str, Any]) -> None:
 
 
 def _load(options: dict[str, Any]) -> Pair:
-    from .model import load_pair
+    from ..runtime.model import load_pair
 
     target, draft = _models(options["target"], options["draft"], options["relaxation"])
     return load_pair(target, draft, options["dtype"], options["device"], options["trust_remote_code"])
@@ -162,7 +162,7 @@ def _load(options: dict[str, Any]) -> Pair:
 
 def _settle_threads(options: dict[str, Any], pair: Pair, rows: int) -> None:
     """Measure what `threads` auto stands for, for steps of this many rows; on other devices it is 1."""
-    from .measured import fastest_threads
+    from ..runtime.autotune import fastest_threads
 
     if options["threads"] == "auto":
         on_cpu = pair.target.device.type == "cpu"
@@ -182,8 +182,8 @@ def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
 
 def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> dict[str, Any]:
     """All that decides the bytes of the results."""
-    from ..data.gather import versions
-    from ..data.traces import sha256
+    from ..data.gathering import versions
+    from ..files import sha256
     from ..verifier.relax import parse
 
     chosen = {name: value for name, value in options.items() if name not in ("prompt", "output", "trust_remote_code")}
@@ -231,7 +231,7 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
 
     parsed = parse(relaxation)
     if (target is None or draft is None) and parsed.name == "learned" and parsed.source and ":" not in parsed.source:
-        from ..export.bundle import read_card
+        from ..runtime.bundle import read_card
 
         models = read_card(parsed.source)["models"]
         return target or models["target"]["name"], draft or models["draft"]["name"]

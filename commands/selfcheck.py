@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .enumerate_laws import (
+from ..verifier.enumerate_laws import (
     KINDS,
     Drafts,
     Pair,
@@ -32,8 +32,8 @@ from .enumerate_laws import (
     random_pair,
     text_law,
 )
-from .law import Law, depths, draw
-from .methods import METHODS, Method, method
+from ..verifier.law import Law, depths, draw
+from ..verifier.methods import METHODS, Method, method
 
 TEXTS = 400_000
 FALSE_ALARM = 1e-4

@@ -1,0 +1,94 @@
+"""A bundle: one trained gate in a folder that can be moved, checked and refused.
+
+    head.safetensors     the gate's tensors, float32
+    card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
+    example.safetensors  a few rows of both models and the gate's logit there: replayed every time the bundle is loaded
+    README.md            the card for people, generated from card.json
+    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.selector`)
+
+A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are compared with the
+card before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from ..files import write_whole
+from ..runtime.bundle import FILES, load_bundle, logits_of
+from ..runtime.choosers import FILES as SELECTOR
+from ..runtime.choosers import read_selector_card
+from ..verifier.head import WeightHead
+from .card import model_card, with_frontier
+
+
+def add_bias(head: WeightHead, bias: float) -> None:
+    """Add `bias` to the gate's logit for good."""
+    list(head.net.modules())[-1].bias.data += bias
+
+
+def write_bundle(
+    folder: str | Path, head: WeightHead, card: dict[str, Any], selector: str | Path | None = None
+) -> Path:
+    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced.
+
+    selector: folder of `diversed select`, whose network is copied into the bundle.
+    """
+    folder = Path(folder)
+    # custom_generate is from hf.py, the latter from a process killed while it wrote
+    ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= ours):
+        raise FileExistsError(f"{folder} exists and is not a bundle; give another folder to write the bundle to")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as room:
+        new = Path(room) / "bundle"
+        new.mkdir()
+        head = head.to("cpu", torch.float32).eval()
+        # Not save_file: it hides a full disk in an error of its own and makes files that only their owner can read.
+        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+        (new / "head.safetensors").write_bytes(save(tensors))
+        (new / "example.safetensors").write_bytes(save(_example(head)))
+        _write_card(new, card)
+        if selector is not None:
+            read_selector_card(Path(selector))
+            for name in SELECTOR:
+                (new / name).write_bytes((Path(selector) / name).read_bytes())
+        load_bundle(new)
+        if folder.exists():
+            os.replace(folder, Path(room) / "old")
+        os.replace(new, folder)
+    return folder
+
+
+def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Write measured figures, rows of `eval.speed.summarise`, into a bundle's card and README."""
+    bundle = load_bundle(folder)
+    _write_card(bundle.folder, with_frontier(bundle.card, rows))
+
+
+def _write_card(folder: Path, card: dict[str, Any]) -> None:
+    """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's files once more."""
+    for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
+        write_whole(folder / name, text)
+    if card.get("custom_generate"):
+        from .hf import add_custom_generate
+
+        add_custom_generate(folder)
+
+
+def _example(head: WeightHead, count: int = 6, vocab: int = 12) -> dict[str, torch.Tensor]:
+    """Rows of two imagined models, hidden states around those of training, and the gate's logit [count] there."""
+    generator = torch.Generator().manual_seed(0)
+    draft, target = torch.randn(2, count, vocab, generator=generator).mul(2).softmax(-1)
+    size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
+    hidden = head.mean[:size] + head.std[:size] * torch.randn(count, size, generator=generator)
+    example = {"draft": draft.contiguous(), "target": target.contiguous(), "hidden": hidden}
+    return example | {"logit": logits_of(head, example)}
+
