@@ -1,6 +1,7 @@
 """diversed: speculative decoding faster than lossless, at a price you can read.
 
-The public names are looked up on first use, so that `import diversed` costs milliseconds and needs no torch.
+The public names are looked up on first use, so that `import diversed` costs milliseconds and needs
+no torch.
 """
 
 from importlib import import_module
@@ -24,7 +25,9 @@ __all__ = list(PUBLIC)
 
 def __getattr__(name: str):
     if name not in PUBLIC:
-        raise AttributeError(f"module `diversed` has no `{name}`; its public names are {', '.join(PUBLIC)}")
+        raise AttributeError(
+            f"module `diversed` has no `{name}`; its public names are {', '.join(PUBLIC)}"
+        )
     value = getattr(import_module(f".{PUBLIC[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -1,9 +1,12 @@
-"""The command line, `diversed COMMAND --option value`, and the edge at which errors become one sentence.
+"""The command line, `diversed COMMAND --option value`, and the edge at which errors become one
+sentence.
 
-A command is a function: its signature gives the options, its docstring their help. It is imported on use, so that
-`diversed --help` needs neither torch nor transformers. A function of a single argument `args` reads its own options.
+A command is a function: its signature gives the options, its docstring their help. It is imported
+on use, so that `diversed --help` needs neither torch nor transformers. A function of a single
+argument `args` reads its own options.
 
-Exit codes: 0 done, 1 a check failed (the command returned False), 2 bad input, 130 interrupted, 141 output unread.
+Exit codes: 0 done, 1 a check failed (the command returned False), 2 bad input, 130 interrupted, 141
+    output unread.
 """
 
 from __future__ import annotations
@@ -20,21 +23,54 @@ from importlib import import_module
 from . import __version__
 
 COMMANDS = {
-    "run": ("commands.run", "run", "gather, train, export and evaluate with one configuration; skips what is complete"),
-    "gather": ("data.gathering", "gather", "let a pair write texts and keep their traces: what a gate learns from"),
+    "run": (
+        "commands.run",
+        "run",
+        "gather, train, export and evaluate with one configuration; skips what is complete",
+    ),
+    "gather": (
+        "data.gathering",
+        "gather",
+        "let a pair write texts and keep their traces: what a gate learns from",
+    ),
     "train": ("train.fit", "main", "train a gate on traces"),
-    "select": ("selector.training", "select", "train what chooses the tree before each step, from labelled contexts"),
-    "distill": ("train.adapters", "distill", "fine-tune a draft to its target, on texts of the target itself"),
-    "export": ("commands.export", "export", "make a bundle of a trained gate: a folder that decoding can use"),
-    "eval": ("commands.eval", "evaluate", "measure quality and speed of methods and relaxations on held-out prompts"),
-    "calibrate": ("eval.calibration", "calibrate", "choose a bundle's bias: quality drops by no more than a limit"),
+    "select": (
+        "selector.training",
+        "select",
+        "train what chooses the tree before each step, from labelled contexts",
+    ),
+    "distill": (
+        "train.adapters",
+        "distill",
+        "fine-tune a draft to its target, on texts of the target itself",
+    ),
+    "export": (
+        "commands.export",
+        "export",
+        "make a bundle of a trained gate: a folder that decoding can use",
+    ),
+    "eval": (
+        "commands.eval",
+        "evaluate",
+        "measure quality and speed of methods and relaxations on held-out prompts",
+    ),
+    "calibrate": (
+        "eval.calibration",
+        "calibrate",
+        "choose a bundle's bias: quality drops by no more than a limit",
+    ),
     "report": ("eval.page", "command", "write one HTML page of a run, or of several compared"),
     "decode": ("commands.decode", "decode_command", "write a text, with statistics"),
     "bench": ("commands.bench", "bench", "run a benchmark by its name and print its table"),
-    "selfcheck": ("commands.selfcheck", "selfcheck", "check that a verification method obeys its law on this machine"),
+    "selfcheck": (
+        "commands.selfcheck",
+        "selfcheck",
+        "check that a verification method obeys its law on this machine",
+    ),
 }
 
-# ValueError, TypeError and OSError carry the sentences of STYLE.md; a missing module is an extra that is not installed.
+# ValueError, TypeError and OSError carry the sentences of STYLE.md; a missing module is an extra
+# that is not installed.
 USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 
 
@@ -110,8 +146,14 @@ def overview() -> str:
             "commands:",
             *lines,
             "",
-            "`diversed COMMAND --help` lists a command's options, `--print_config` prints them with their values.",
-            "Start with `diversed run --config quickstart`. DIVERSED_DEBUG=1 shows the traceback of an error.",
+            (
+                "`diversed COMMAND --help` lists a command's options, `--print_config` prints them"
+                " with their values."
+            ),
+            (
+                "Start with `diversed run --config quickstart`. DIVERSED_DEBUG=1 shows the"
+                " traceback of an error."
+            ),
         ]
     )
 
@@ -123,26 +165,36 @@ def sentence(error: BaseException) -> str:
         return f"the package `{error.name}` is not installed; pip install '{extra}'"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" at {error.filename}" if error.filename else ""
-        return f"disk full{where}; nothing finished is lost: free some space and run the same command again"
+        return (
+            f"disk full{where}; nothing finished is lost: free some space and run the same command"
+            " again"
+        )
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the operating system says'}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _unread() -> int:
-    """The reader of a pipe has left (`| head`): the command has not finished, and says so as other programs do."""
+    """The reader of a pipe has left (`| head`): the command has not finished, and says so as other
+    programs do.
+    """
     # Without this, Python complains once more while it shuts down.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
 
 def _note(message: Warning | str, *where: object) -> str:
-    """A warning as a line for the person at the keyboard, without the place in the code that gave it."""
+    """A warning as a line for the person at the keyboard, without the place in the code that gave
+    it.
+    """
     return f"note: {' '.join(str(message).split())}\n"
 
 
 def _interrupted(args: list[str]) -> int:
-    print(f"\ninterrupted; what was finished is kept, resume with: diversed {shlex.join(args)}", file=sys.stderr)
+    print(
+        f"\ninterrupted; what was finished is kept, resume with: diversed {shlex.join(args)}",
+        file=sys.stderr,
+    )
     return 130
 
 

@@ -1,6 +1,8 @@
-"""The bottom of the house: whole writes, locks, checksums, checks of numbers and names, machine and versions.
+"""The bottom of the house: whole writes, locks, checksums, checks of numbers and names, machine and
+versions.
 
-Every other folder may import this file. It imports nothing of the package and needs only the standard library.
+Every other folder may import this file. It imports nothing of the package and needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
 
 
 def write_whole(path: str | Path, data: bytes | str) -> Path:
-    """Write `data` under a temporary name beside `path` and rename it; where that fails nothing is left behind."""
+    """Write `data` under a temporary name beside `path` and rename it; where that fails nothing is
+    left behind.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -51,21 +55,28 @@ def read_settings(path: Path, option: str = "--out") -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); choose another {option} or delete the folder") from None
+        raise ValueError(
+            f"{path} is damaged ({error}); choose another {option} or delete the folder"
+        ) from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged (it holds no object); choose another {option} or delete the folder")
+        raise ValueError(
+            f"{path} is damaged (it holds no object); choose another {option} or delete the folder"
+        )
     return values
 
 
 @contextmanager
 def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
-    """Hold `folder` (made if missing) for this process; BlockingIOError, a sentence, where another process holds it.
+    """Hold `folder` (made if missing) for this process; BlockingIOError, a sentence, where another
+    process holds it.
 
     option: of the command, that chooses another place.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file, expected a folder to write to; choose another {option}")
+        raise NotADirectoryError(
+            f"{folder} is a file, expected a folder to write to; choose another {option}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
         try:
@@ -74,7 +85,8 @@ def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             raise BlockingIOError(
-                f"another process (pid {holder}) is writing to {folder}; wait until it ends or choose another {option}"
+                f"another process (pid {holder}) is writing to {folder}; wait until it ends or"
+                f" choose another {option}"
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -89,7 +101,9 @@ def sha256(path: str | Path) -> str:
 
 
 def within(low: int, high: int | None = None, **numbers: int | None) -> None:
-    """A sentence unless every number is whole and lies in low..high; None is an option that was left out."""
+    """A sentence unless every number is whole and lies in low..high; None is an option that was
+    left out.
+    """
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise TypeError(f"`{name}` must be a whole number, got {number!r}")
@@ -100,12 +114,20 @@ def within(low: int, high: int | None = None, **numbers: int | None) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them where they are few."""
+    """The end of a sentence about an unknown name: the nearest known one, or all of them where they
+    are few.
+    """
     names = sorted(names)
     group = name.rpartition(".")[0]
-    siblings = {other.removeprefix(group): other for other in names if group and other.startswith(f"{group}.")}
+    siblings = {
+        other.removeprefix(group): other
+        for other in names
+        if group and other.startswith(f"{group}.")
+    }
     known = siblings or {other: other for other in names}
-    close = get_close_matches(name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5)
+    close = get_close_matches(
+        name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5
+    )
     if close:
         return f"; did you mean `{known[close[0]]}`?"
     if len(names) > FEW:
@@ -114,7 +136,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:
-    """(number of processes, index of this one), from the arguments or else from torchrun's or SLURM's environment."""
+    """(number of processes, index of this one), from the arguments or else from torchrun's or
+    SLURM's environment.
+    """
     if num_shards is None and shard_index is None:
         for size, rank in LAUNCHERS:
             if size in os.environ and rank in os.environ:
@@ -124,7 +148,8 @@ def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:
     num_shards, shard_index = num_shards or 1, shard_index or 0
     if not 0 <= shard_index < num_shards:
         raise ValueError(
-            f"`shard_index` must lie in 0..{num_shards - 1} for num_shards={num_shards}, got {shard_index}"
+            f"`shard_index` must lie in 0..{num_shards - 1} for num_shards={num_shards}, got"
+            f" {shard_index}"
         )
     return num_shards, shard_index
 
@@ -147,7 +172,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def versions(packages: tuple[str, ...] = DECIDING) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""Make the embedded pair: a tokenizer, a target of eight layers and a draft of one, trained on `sums` from fixed seeds.
+"""Make the embedded pair: a tokenizer, a target of eight layers and a draft of one, trained on
+`sums` from fixed seeds.
 
     python -m diversed.assets.make_pair --out assets/pair
 
-Each model reads fresh training problems in its own house style (`sums.STYLES`), with the loss on the answer alone.
-Everything measured goes to `numbers.json`; test problems come from frames and names that training never sees.
+Each model reads fresh training problems in its own house style (`sums.STYLES`), with the loss on
+the answer alone. Everything measured goes to `numbers.json`; test problems come from frames and
+names that training never sees.
 """
 
 from __future__ import annotations
@@ -30,16 +32,28 @@ from . import sums
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 SHAPES = {
-    "target": {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4},
-    "draft": {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2},
+    "target": {
+        "num_hidden_layers": 8,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+    },
+    "draft": {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 2,
+    },
 }
 BATCH = 16  # problems a step
 WORDING = 0.2  # weight of a wording token in the loss, a working token has 1
 INITIAL = {"target": 0.05, "draft": 0.02}  # standard deviation of the first weights
-# (steps, peak rate) of each cycle of training, a warm-up and a cosine; a second cycle begins with a fresh optimiser
+# (steps, peak rate) of each cycle of training, a warm-up and a cosine; a second cycle begins with a
+# fresh optimiser
 CYCLES = {"target": ((2500, 2e-3), (2000, 1e-3)), "draft": ((2000, 2e-3),)}
-# The last norm is scaled by this after training. Sampled at temperature 1 a model this small slips at 1 number in 300;
-# 1.2 makes temperature 1 what 0.83 was. The factor is part of the models, so everything that runs them sees it.
+# The last norm is scaled by this after training. Sampled at temperature 1 a model this small slips
+# at 1 number in 300; 1.2 makes temperature 1 what 0.83 was. The factor is part of the models, so
+# everything that runs them sees it.
 SHARPNESS = {"target": 1.2, "draft": 1.2}
 SEEDS = {"target": 1, "draft": 2}
 STATIC = (0.1, 0.2, 0.3, 0.5)
@@ -48,12 +62,20 @@ ROWS, LONGEST = 250, 100  # texts sampled at once, and tokens in the longest of 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and numbers.json")
     parser.add_argument(
-        "--only", choices=("target", "draft", "numbers"), help="one stage; the others are read from --out"
+        "--out", type=Path, required=True, help="folder for target/, draft/ and numbers.json"
     )
-    parser.add_argument("--steps", type=int, help="steps of every cycle of training, instead of the shipped pair's")
-    parser.add_argument("--test", type=int, default=1000, help="held-out test problems to measure on")
+    parser.add_argument(
+        "--only",
+        choices=("target", "draft", "numbers"),
+        help="one stage; the others are read from --out",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="steps of every cycle of training, instead of the shipped pair's"
+    )
+    parser.add_argument(
+        "--test", type=int, default=1000, help="held-out test problems to measure on"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
@@ -66,11 +88,15 @@ def main() -> None:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words, single digits, syllables of names and the 256 bytes: any text is encodable and comes back."""
+    """Whole words, single digits, syllables of names and the 256 bytes: any text is encodable and
+    comes back.
+    """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces = {piece: -1.0 for piece in _pieces(byte_level)}
     vocab = [(token, 0.0) for token in SPECIAL]
-    vocab += [(char, pieces.pop(char, -10.0)) for char in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab += [
+        (char, pieces.pop(char, -10.0)) for char in sorted(pre_tokenizers.ByteLevel.alphabet())
+    ]
     tokenizer = Tokenizer(models.Unigram(vocab + sorted(pieces.items()), unk_id=None))
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
     pad, start, end = SPECIAL
@@ -86,17 +112,25 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _pieces(byte_level: pre_tokenizers.ByteLevel) -> set[str]:
-    """What training text is made of, names cut into syllables and numbers into digits, in the byte alphabet."""
+    """What training text is made of, names cut into syllables and numbers into digits, in the byte
+    alphabet.
+    """
     texts = [item["prompt"] + item["reference"] for item in sums.problems("train", 4000)]
     texts += [" " + word for word in sums.vocabulary()]
     chunks = {chunk for text in texts for chunk, _ in byte_level.pre_tokenize_str(text)}
     known = set(sums.vocabulary())
-    words = {chunk for chunk in chunks if chunk.strip("Ġ") in known or not re.search(r"\w", chunk.strip("Ġ"))}
+    words = {
+        chunk
+        for chunk in chunks
+        if chunk.strip("Ġ") in known or not re.search(r"\w", chunk.strip("Ġ"))
+    }
     digits = {space + digit for space in ("", "Ġ") for digit in "0123456789"}
     return words | digits | set(sums.HEADS) | {"Ġ" + head for head in sums.HEADS} | set(sums.TAILS)
 
 
-def train(which: str, tokenizer: PreTrainedTokenizerFast, steps: int | None) -> tuple[LlamaForCausalLM, dict]:
+def train(
+    which: str, tokenizer: PreTrainedTokenizerFast, steps: int | None
+) -> tuple[LlamaForCausalLM, dict]:
     """A model trained from SEEDS[which] on fresh problems in its own style, and what was done."""
     torch.manual_seed(SEEDS[which])
     config = LlamaConfig(
@@ -115,12 +149,25 @@ def train(which: str, tokenizer: PreTrainedTokenizerFast, steps: int | None) -> 
         train_cycle(model, which, tokenizer, steps or length, peak, SEEDS[which] + 100 * cycle)
     with torch.no_grad():
         model.model.norm.weight *= SHARPNESS[which]
-    record = {"seed": SEEDS[which], "cycles": CYCLES[which], "batch": BATCH, "sharpness": SHARPNESS[which]}
-    return model.eval(), record | {"seconds": round(time.time() - start), "machine": platform.processor() or "CPU"}
+    record = {
+        "seed": SEEDS[which],
+        "cycles": CYCLES[which],
+        "batch": BATCH,
+        "sharpness": SHARPNESS[which],
+    }
+    return model.eval(), record | {
+        "seconds": round(time.time() - start),
+        "machine": platform.processor() or "CPU",
+    }
 
 
 def train_cycle(
-    model: LlamaForCausalLM, which: str, tokenizer: PreTrainedTokenizerFast, steps: int, peak: float, seed: int
+    model: LlamaForCausalLM,
+    which: str,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    peak: float,
+    seed: int,
 ) -> None:
     """One warm-up and cosine over BATCH * steps problems of this seed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05)
@@ -139,7 +186,8 @@ def train_cycle(
         recent.append(working_loss.item())
         if (step + 1) % 100 == 0:
             print(
-                f"{which} step {step + 1} working loss {sum(recent) / len(recent):.4f} {time.time() - start:.0f} s",
+                f"{which} step {step + 1} working loss {sum(recent) / len(recent):.4f}"
+                f" {time.time() - start:.0f} s",
                 flush=True,
             )
             recent = []
@@ -161,7 +209,9 @@ def encode(items: list[dict], tokenizer: PreTrainedTokenizerFast) -> list[tuple[
 
 
 def batch(examples: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens [B, T] int64, right padded, and answer [B, T - 1] bool: where the next token belongs to the answer."""
+    """tokens [B, T] int64, right padded, and answer [B, T - 1] bool: where the next token belongs
+    to the answer.
+    """
     length = max(len(tokens) for tokens, _ in examples)
     tokens = torch.tensor([row + [pad] * (length - len(row)) for row, _ in examples])
     answer = torch.zeros(tokens.shape[0], length - 1, dtype=torch.bool)
@@ -173,23 +223,32 @@ def batch(examples: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor
 def answer_loss(
     model: LlamaForCausalLM, tokens: torch.Tensor, answer: torch.Tensor, working: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats over the answers' tokens, wording weighted by WORDING, and its mean over working tokens.
+    """Cross-entropy in nats over the answers' tokens, wording weighted by WORDING, and its mean
+    over working tokens.
 
-    Wording is drawn at random, so its gradient is mostly noise; a smaller weight leaves its best fit where it was.
-    Right padding needs no mask under causal attention.
+    Wording is drawn at random, so its gradient is mostly noise; a smaller weight leaves its best
+    fit where it was. Right padding needs no mask under causal attention.
     """
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     truth = tokens[:, 1:][answer]
-    losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[answer]), truth, reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        model.lm_head(hidden[answer]), truth, reduction="none"
+    )
     weights = torch.where(working[truth], 1.0, WORDING)
     return (losses * weights).sum() / weights.sum(), losses.detach()[working[truth]].mean()
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
-    """Weights as float16 (half the size; load them as float32 on a CPU), the tokenizer and the training record."""
+def save(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict
+) -> None:
+    """Weights as float16 (half the size; load them as float32 on a CPU), the tokenizer and the
+    training record.
+    """
     model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a wheel keeps the mode
+    (folder / "model.safetensors").chmod(
+        0o644
+    )  # it is written for its owner alone, and a wheel keeps the mode
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -198,7 +257,11 @@ def write_numbers(out: Path, count: int) -> None:
     pair = load_pair(str(out / "target"), str(out / "draft"), dtype="float32")
     items = sums.problems("test", count)
     gate = sums.oracle(pair.tokenizer)
-    weights = {"target": 0.0, "draft": 1.0} | {f"static {share}": share for share in STATIC} | {"oracle": gate}
+    weights = (
+        {"target": 0.0, "draft": 1.0}
+        | {f"static {share}": share for share in STATIC}
+        | {"oracle": gate}
+    )
     started, cases = time.time(), {}
     for name, weight in weights.items():
         cases[name] = measure(pair, items, weight, gate)
@@ -210,36 +273,56 @@ def write_numbers(out: Path, count: int) -> None:
         "cases": cases,
         "pair": describe(pair, out),
     }
-    numbers |= {"date": date.today().isoformat(), "versions": _versions(), "seconds": round(time.time() - started)}
+    numbers |= {
+        "date": date.today().isoformat(),
+        "versions": _versions(),
+        "seconds": round(time.time() - started),
+    }
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 DEFINITIONS = {
-    "exact_match": "share of texts whose number after #### is the reference's, in percent (data.scores.exact_number)",
-    "step_acceptance": "mean over the positions of the case's own texts of 1 - TV(draft row, case row); the case "
-    "row is (1 - w) target + w draft",
-    "wording_share_of_tv": "share of the summed TV(target row, draft row) at positions the oracle gate calls wording",
+    "exact_match": (
+        "share of texts whose number after #### is the reference's, in percent"
+        " (data.scores.exact_number)"
+    ),
+    "step_acceptance": (
+        "mean over the positions of the case's own texts of 1 - TV(draft row, case row); the case "
+        "row is (1 - w) target + w draft"
+    ),
+    "wording_share_of_tv": (
+        "share of the summed TV(target row, draft row) at positions the oracle gate calls wording"
+    ),
     "wording_share_of_positions": "share of positions the oracle gate calls wording",
-    "substitutions": "expected tokens a text that differ from the target's own: mean over texts of the sum of w TV",
+    "substitutions": (
+        "expected tokens a text that differ from the target's own: mean over texts of the sum of"
+        " w TV"
+    ),
     "working_tv": "mean over texts of the sum of TV(target row, draft row) at working positions",
     "tokens": "mean tokens a text, end of text included",
 }
 
 
 def measure(pair: Pair, items: list[dict], weight: float | Callable, gate: sums.OracleGate) -> dict:
-    """Texts sampled from the blend at temperature 1 and scored, as DEFINITIONS says. weight: the draft's share."""
+    """Texts sampled from the blend at temperature 1 and scored, as DEFINITIONS says. weight: the
+    draft's share.
+    """
     generator = torch.Generator().manual_seed(0)
     scores, parts = [], []
     for start in range(0, len(items), ROWS):
         chunk = items[start : start + ROWS]
         texts, steps = sample(pair, [item["prompt"] for item in chunk], weight, gate, generator)
-        scores += [exact_number(text, item["reference"]) for text, item in zip(texts, chunk, strict=True)]
+        scores += [
+            exact_number(text, item["reference"]) for text, item in zip(texts, chunk, strict=True)
+        ]
         parts.append(steps)
     alive, distance, share, wording = (torch.cat(part) for part in zip(*parts, strict=True))
     total, texts = alive.sum(), len(items)
     return {
         "exact_match": round(100 * sum(scores) / texts, 2),
-        "step_acceptance": round((alive * (1 - (1 - share) * distance)).sum().item() / total.item(), 4),
+        "step_acceptance": round(
+            (alive * (1 - (1 - share) * distance)).sum().item() / total.item(), 4
+        ),
         "wording_share_of_tv": round(((distance * wording).sum() / distance.sum()).item(), 4),
         "wording_share_of_positions": round((wording.sum() / total).item(), 4),
         "substitutions": round((share * distance).sum().item() / texts, 3),
@@ -248,10 +331,17 @@ def measure(pair: Pair, items: list[dict], weight: float | Callable, gate: sums.
     }
 
 
-def sample(pair: Pair, prompts: list[str], weight: float | Callable, gate: sums.OracleGate, generator: torch.Generator):
+def sample(
+    pair: Pair,
+    prompts: list[str],
+    weight: float | Callable,
+    gate: sums.OracleGate,
+    generator: torch.Generator,
+):
     """One text a prompt from (1 - w) target + w draft, and of every step four float numbers a text.
 
-    Returns texts, and (alive, TV(target, draft), w, wording), each flat over [steps * B] and 0 after the end of a text.
+    Returns texts, and (alive, TV(target, draft), w, wording), each flat over [steps * B] and 0
+    after the end of a text.
     """
     encoded = pair.tokenizer(prompts, padding=True, return_tensors="pt")
     tokens, seen = encoded["input_ids"], encoded["attention_mask"].bool()
@@ -261,7 +351,9 @@ def sample(pair: Pair, prompts: list[str], weight: float | Callable, gate: sums.
         target, draft = (run.advance(tokens) for run in runs)
         distance = 0.5 * (target - draft).abs().sum(-1)
         share = weight(draft, target) if callable(weight) else torch.full_like(distance, weight)
-        steps.append(torch.stack([torch.ones_like(distance), distance, share, gate(draft, target)]) * alive)
+        steps.append(
+            torch.stack([torch.ones_like(distance), distance, share, gate(draft, target)]) * alive
+        )
         row = torch.lerp(target, draft, share.unsqueeze(-1))
         drawn = torch.multinomial(row, 1, generator=generator)
         tokens = torch.where(alive.unsqueeze(1), drawn, pair.tokenizer.pad_token_id)
@@ -272,21 +364,27 @@ def sample(pair: Pair, prompts: list[str], weight: float | Callable, gate: sums.
 
 
 class _Run:
-    """A model going through left-padded texts. seen: [B, T] bool, False on padding; it grows by each call's tokens."""
+    """A model going through left-padded texts. seen: [B, T] bool, False on padding; it grows by
+    each call's tokens.
+    """
 
     def __init__(self, model: Model, seen: torch.Tensor, longest: int):
         self.model, self.seen, self.start = model, seen, 0
         self.cache = model.cache(seen.shape[1] + longest)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, Q] int64, the next of each text -> [B, V] probabilities of the token after the last."""
+        """tokens [B, Q] int64, the next of each text -> [B, V] probabilities of the token after the
+        last.
+        """
         count = tokens.shape[1]
         if self.start:
             self.seen = torch.nn.functional.pad(self.seen, (0, count), value=True)
         positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, self.start :]
         causal = torch.ones(count, self.start + count, dtype=torch.bool).tril(self.start)
         visible = causal & self.seen.unsqueeze(1)
-        logits = self.model(tokens, positions, visible, self.cache, self.start, last_only=True).logits[:, -1]
+        logits = self.model(
+            tokens, positions, visible, self.cache, self.start, last_only=True
+        ).logits[:, -1]
         self.start += count
         return logits.float().softmax(-1)
 
@@ -306,7 +404,9 @@ def describe(pair: Pair, out: Path) -> dict:
 
 def _versions() -> dict:
     machine = {"python": platform.python_version(), "machine": f"{platform.machine()}, one thread"}
-    return machine | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)}
+    return machine | {
+        library.__name__: library.__version__ for library in (torch, transformers, tokenizers)
+    }
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""Task `sums`: two-step word problems, their worked answers in two house styles, and the oracle's labelling.
+"""Task `sums`: two-step word problems, their worked answers in two house styles, and the oracle's
+labelling.
 
-A problem names a start a and two events, +/- b and +/- d. Its answer is three sentences of wording around two equations
+A problem names a start a and two events, +/- b and +/- d. Its answer is three sentences of wording
+around two equations
 and the final line GSM8K uses:
 
-    Well, we can calmly settle ... part: 23+4=27. Next, given ... ahead: 27-5=22. Hence matters look fully solved.
-    #### 22
+    Well, we can calmly settle ... part: 23+4=27. Next, given ... ahead: 27-5=22. Hence matters look
+    fully solved. #### 22
 
-Wording is neutral: every phrase stands in a slot that is drawn independently of the numbers, the operations and every
-other slot, so replacing one phrase by another can never change what is right. A *house style* is only the frequency of
-the phrases in a slot, Zipf with exponent SKEW over the listed order ("target") or the reverse order ("draft"): same
-support, other habits, as a real draft that was trained on other data. The tiny target and draft of `assets/pair` are
-trained each in its own style, so they disagree on wording, where it costs nothing, and on arithmetic, where it costs
+Wording is neutral: every phrase stands in a slot that is drawn independently of the numbers, the
+operations and every other slot, so replacing one phrase by another can never change what is right.
+A *house style* is only the frequency of the phrases in a slot, Zipf with exponent SKEW over the
+listed order ("target") or the reverse order ("draft"): same support, other habits, as a real draft
+that was trained on other data. The tiny target and draft of `assets/pair` are trained each in its
+own style, so they disagree on wording, where it costs nothing, and on arithmetic, where it costs
 the score.
 
-Validation and test questions use sentence frames and names that training never sees; their words all occur in training.
+Validation and test questions use sentence frames and names that training never sees; their words
+all occur in training.
 """
 
 from __future__ import annotations
@@ -57,10 +61,15 @@ CLOSER = (
     "fully wholly totally completely entirely quite truly perfectly rather really",
     "resolved settled finished done complete closed answered concluded ended solved",
 )
-SENTENCES = tuple(tuple(tuple(slot.split()) for slot in sentence) for sentence in (OPENER, CONNECTOR, CLOSER))
+SENTENCES = tuple(
+    tuple(tuple(slot.split()) for slot in sentence) for sentence in (OPENER, CONNECTOR, CLOSER)
+)
 COMMAS = ((0,), (0, 4), ())  # the slots of each sentence that a comma follows
 
-ITEMS = "apples coins books cards pens shells stones stamps marbles cups keys toys eggs nuts balls beads".split()
+ITEMS = (
+    "apples coins books cards pens shells stones stamps marbles cups keys toys eggs nuts balls"
+    " beads".split()
+)
 FIRST = {
     "+": "bought found got picked won collected received made".split(),
     "-": "lost sold gave dropped broke lent used donated".split(),
@@ -74,22 +83,27 @@ TAILS = "ba di fo ka la mi no pu ra si ta vu".split()
 
 
 def _frames(before: str, core: str, after: str) -> tuple[str, ...]:
-    """Every sentence of one phrase from each of three lists, separated by |; the first letter becomes a capital."""
+    """Every sentence of one phrase from each of three lists, separated by |; the first letter
+    becomes a capital.
+    """
     parts = itertools.product(before.split("|"), core.split("|"), after.split("|"))
     sentences = (" ".join(filter(None, part)) + "." for part in parts)
     return tuple(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
-# Frames of the start, the first event, the second event and the question itself. Many lengths, so that no number can be
-# found by its distance; every word of a held-out frame occurs in training, no held-out sentence does.
+# Frames of the start, the first event, the second event and the question itself. Many lengths, so
+# that no number can be found by its distance; every word of a held-out frame occurs in training, no
+# held-out sentence does.
 TRAIN_FRAMES = (
     _frames(
         "|in the morning|at first|on Monday morning",
-        "{n} had {a} {i}|{n} owned {a} {i}|{n} kept {a} {i}|{n} started with {a} {i}|a box of {n} held {a} {i}",
+        "{n} had {a} {i}|{n} owned {a} {i}|{n} kept {a} {i}|{n} started with {a} {i}|a box of {n}"
+        " held {a} {i}",
         "|at home|in a bag|on the table",
     ),
     _frames(
-        "yesterday|on Monday|at school|in the garden|with a friend|after lunch|first|last week|on the way home",
+        "yesterday|on Monday|at school|in the garden|with a friend|after lunch|first|last week|on"
+        " the way home",
         "{p} {v} {b}|{p} {v} {b} {i}|{p} {v} {b} of the {i}",
         "|in town|at the market",
     ),
@@ -115,7 +129,11 @@ TRAIN_FRAMES = (
     ),
 )
 HELD_OUT_FRAMES = (
-    _frames("|at home|last morning", "{n} held {a} {i}|{n} kept {a} {i}|{n} owned {a} {i}", "in the garden")
+    _frames(
+        "|at home|last morning",
+        "{n} held {a} {i}|{n} kept {a} {i}|{n} owned {a} {i}",
+        "in the garden",
+    )
     + _frames("at home|last morning|in town", "{n} had {a} {i}|{n} started with {a} {i}", ""),
     _frames(
         "after school|at the market|last Monday|in town|on Monday evening",
@@ -138,9 +156,11 @@ HELD_OUT_FRAMES = (
 
 
 def problems(split: str, count: int, seed: int = 0, style: str = "target") -> list[dict]:
-    """The first `count` problems of a split; the i-th depends on (split, seed, i) alone, its wording on `style` too.
+    """The first `count` problems of a split; the i-th depends on (split, seed, i) alone, its
+    wording on `style` too.
 
-    Returns dicts of `prompt` (a question, one line) and `reference` (a worked answer that ends in `#### n`).
+    Returns dicts of `prompt` (a question, one line) and `reference` (a worked answer that ends in
+    `#### n`).
     """
     if split not in SPLITS:
         raise ValueError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -171,7 +191,8 @@ def frequencies(size: int, style: str, skew: float = SKEW) -> tuple[float, ...]:
 
 
 def is_working(tokenizer) -> torch.Tensor:
-    """[V] bool: tokens that can change the score (digits, operators, `=`, `#`, special tokens, bytes outside ASCII).
+    """[V] bool: tokens that can change the score (digits, operators, `=`, `#`, special tokens,
+    bytes outside ASCII).
 
     V is len(tokenizer); everything else (words, spaces, commas, full stops) is wording.
     """
@@ -185,15 +206,19 @@ def is_working(tokenizer) -> torch.Tensor:
 class OracleGate:
     """The best gate anyone could ask of this task: relax wording wholly, working not at all.
 
-    A position is wording where the larger of the two rows' mass on working tokens is below `threshold`. It uses the
-    task's own labels, so it is a bound to compare learned gates with, never a method.
+    A position is wording where the larger of the two rows' mass on working tokens is below
+    `threshold`. It uses the task's own labels, so it is a bound to compare learned gates with,
+    never a method.
     """
 
     working: torch.Tensor  # [V] bool
     threshold: float = 0.01
 
-    def __call__(self, draft: torch.Tensor, target: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0 on working.
+    def __call__(
+        self, draft: torch.Tensor, target: torch.Tensor, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0
+        on working.
 
         `hidden` is ignored: every gate of the runtime is offered the models' hidden states.
         """
@@ -210,11 +235,15 @@ def oracle(tokenizer, threshold: float = 0.01) -> OracleGate:
 
 
 def vocabulary() -> list[str]:
-    """Every word of questions and answers, sorted, without names: what the tokenizer holds as whole words."""
+    """Every word of questions and answers, sorted, without names: what the tokenizer holds as whole
+    words.
+    """
     text = " ".join(frame for part in TRAIN_FRAMES + HELD_OUT_FRAMES for frame in part)
     words = set(re.findall(r"[A-Za-z]+", re.sub(r"{\w}", " ", text)))
     words |= {"she", "he", *ITEMS, *sum([*FIRST.values(), *SECOND.values()], [])}
-    return sorted(words | {phrase for sentence in SENTENCES for slot in sentence for phrase in slot})
+    return sorted(
+        words | {phrase for sentence in SENTENCES for slot in sentence for phrase in slot}
+    )
 
 
 def _problem(split: str, seed: int, index: int, style: str) -> dict:
@@ -240,7 +269,13 @@ def _question(rng: random.Random, split: str, numbers: tuple) -> str:
     words = {"n": rng.choice(names(split)), "p": rng.choice(("she", "he")), "i": rng.choice(ITEMS)}
     verbs = ("", rng.choice(FIRST[first]), rng.choice(SECOND[second]), "")
     parts = [rng.choice(options) for options in frames(split)]
-    return " ".join(part.format(v=verb, a=a, b=b, d=d, **words) for part, verb in zip(parts, verbs, strict=True)) + "\n"
+    return (
+        " ".join(
+            part.format(v=verb, a=a, b=b, d=d, **words)
+            for part, verb in zip(parts, verbs, strict=True)
+        )
+        + "\n"
+    )
 
 
 def _answer(rng: random.Random, numbers: tuple, style: str) -> str:

@@ -1,10 +1,12 @@
-"""Whether the fast loop gives the texts of the reference loop: the same prompts and seeds, every method and relaxation.
+"""Whether the fast loop gives the texts of the reference loop: the same prompts and seeds, every
+method and relaxation.
 
-The reference goes through transformers' own modules and the laws of `verifier`, all prompts side by side; the fast
-loop through the lean forward and the short formulas for chains, a few rows at a time, one prompt in place of another
-(on a GPU or with `compile` through steps of fixed shapes). Both round their sums in another order, so a uniform number
-that falls within rounding of a step of a law's sum selects another token. Such ties are counted: a text that differs is
-decoded again by both in float64, where it must not differ any more.
+The reference goes through transformers' own modules and the laws of `verifier`, all prompts side by
+side; the fast loop through the lean forward and the short formulas for chains, a few rows at a
+time, one prompt in place of another (on a GPU or with `compile` through steps of fixed shapes).
+Both round their sums in another order, so a uniform number that falls within rounding of a step of
+a law's sum selects another token. Such ties are counted: a text that differs is decoded again by
+both in float64, where it must not differ any more.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from ..runtime.model import Pair, load_pair, make_pair
 from ..verifier.methods import METHODS
 from .efficiency import encoded_prompts
 
-RULES = ["none", "ensemble:0.3", "ensemble:0.3;blend=logits", "lenient:0.5", "cascade-opt:0.2", "typical:0.3,0.5"]
+RULES = [
+    "none",
+    "ensemble:0.3",
+    "ensemble:0.3;blend=logits",
+    "lenient:0.5",
+    "cascade-opt:0.2",
+    "typical:0.3,0.5",
+]
 RULES += ["ensemble:0.3;budget=2"]
 
 
@@ -48,31 +57,30 @@ def run(
     seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
-    """Two rows a method and relaxation: texts that differ in float32, and those of them that differ in float64 too.
+    """Two rows a method and relaxation: texts that differ in float32, and those of them that differ
+    in float64 too.
 
-    Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        device: where both run.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text `prompts` times with different seeds, instead of a task's prompts.
-        prompts: texts a row.
-        methods: `plain`, which is not relaxed, and verification methods.
-        relaxations: none, ensemble:0.3, a bundle folder, ...
-        draft_length: tokens on a drafted path.
-        max_new_tokens: tokens a text may have.
-        batch: prompts that the fast loop decodes together.
-        compile: compile the fast loop's steps.
-        seed: of prompts and texts.
-        threads: CPU threads.
+    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
+        or .gguf file of the cheap model. device: where both run. task: where prompts come from.
+        data: where the task's rows come from. prompt: continue this text `prompts` times with
+        different seeds, instead of a task's prompts. prompts: texts a row. methods: `plain`, which
+        is not relaxed, and verification methods. relaxations: none, ensemble:0.3, a bundle folder,
+        ... draft_length: tokens on a drafted path. max_new_tokens: tokens a text may have. batch:
+        prompts that the fast loop decodes together. compile: compile the fast loop's steps. seed:
+        of prompts and texts. threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, "float32", device)
     wide = _pair_of(pair, lambda module: copy.deepcopy(module).double())
     encoded = encoded_prompts(pair, task, data, prompt, prompts, seed)
-    requests = {i: Request(tokens, (seed << 20) + i, max_new_tokens) for i, tokens in enumerate(encoded)}
-    cells = [(method, rule) for method, rule in product(methods, relaxations) if method != "plain" or rule == "none"]
+    requests = {
+        i: Request(tokens, (seed << 20) + i, max_new_tokens) for i, tokens in enumerate(encoded)
+    }
+    cells = [
+        (method, rule)
+        for method, rule in product(methods, relaxations)
+        if method != "plain" or rule == "none"
+    ]
     rows = []
     for method, rule in track(cells, "agreement", console=Console(stderr=True)):
         options = {"method": method, "relaxation": rule, "draft_length": draft_length}
@@ -80,13 +88,19 @@ def run(
         wrong = _differing(wide, {i: requests[i] for i in ties}, batch, options) if ties else []
         case = method if rule == "none" else f"{method}, {rule}"
         rows += [
-            {"case": f"{case}: differ in float32", "value": len(ties), "unit": f"of {prompts} texts"},
+            {
+                "case": f"{case}: differ in float32",
+                "value": len(ties),
+                "unit": f"of {prompts} texts",
+            },
             {"case": f"{case}: differ in float64 too", "value": len(wrong), "unit": "texts"},
         ]
     return rows
 
 
-def _differing(pair: Pair, requests: dict[int, Request], batch: int, options: dict, compile: bool = False) -> list[int]:
+def _differing(
+    pair: Pair, requests: dict[int, Request], batch: int, options: dict, compile: bool = False
+) -> list[int]:
     """Requests whose texts the two loops give differently."""
     fast = Engine(pair, **options, compile=compile)
     for i, request in requests.items():

@@ -1,8 +1,10 @@
-"""Block efficiency of every method on a real pair: new tokens per target call, as measured by the decode loop.
+"""Block efficiency of every method on a real pair: new tokens per target call, as measured by the
+decode loop.
 
-The extra token of a step counts, the prefill and whatever lies after the end of a text do not. Intervals are 95 %
-bootstrap intervals over prompts; ratios to another case are paired by prompt in the same run. Every method is run at
-every shape of `branches`, and the learned relaxation, where one is given, inside every method.
+The extra token of a step counts, the prefill and whatever lies after the end of a text do not.
+Intervals are 95 % bootstrap intervals over prompts; ratios to another case are paired by prompt in
+the same run. Every method is run at every shape of `branches`, and the learned relaxation, where
+one is given, inside every method.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 from ..verifier.methods import METHODS
 
-RIVALS = {"block": "token", "gbv": "block", "traversal": "rrsw", "univer": "rrsw", "greedy_tree": "rrsw"}
+RIVALS = {
+    "block": "token",
+    "gbv": "block",
+    "traversal": "rrsw",
+    "univer": "rrsw",
+    "greedy_tree": "rrsw",
+}
 
 
 def run(
@@ -45,18 +53,13 @@ def run(
 ) -> list[dict]:
     """One row a method, shape, relaxation and temperature.
 
-    Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text `prompts` times with different seeds, instead of a task's prompts.
-        prompts: texts a row.
-        methods: verification methods.
-        relaxations: none, ensemble:0.3, a bundle folder, ...
-        temperatures: of both models.
-        draft_length: tokens on a drafted path.
-        branches: paths K, or children M at every node, of methods that draft several; trees of more than 512 nodes are
+    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
+        or .gguf file of the cheap model. task: where prompts come from. data: where the task's rows
+        come from. prompt: continue this text `prompts` times with different seeds, instead of a
+        task's prompts. prompts: texts a row. methods: verification methods. relaxations: none,
+        ensemble:0.3, a bundle folder, ... temperatures: of both models. draft_length: tokens on a
+        drafted path. branches: paths K, or children M at every node, of methods that draft several;
+        trees of more than 512 nodes are
             left out.
         max_new_tokens: tokens a text may have.
         batch: prompts decoded together.
@@ -74,27 +77,45 @@ def run(
     ]
     cells = list(product(temperatures, relaxations, shapes))
     rows, found = [], {}
-    for temperature, relaxation, (method, count) in track(cells, "efficiency", console=Console(stderr=True)):
+    for temperature, relaxation, (method, count) in track(
+        cells, "efficiency", console=Console(stderr=True)
+    ):
         completions = decode(
-            pair, encoded, method=method, relaxation=relaxation, draft_length=draft_length, branches=count,
-            sampling=Sampling(temperature), max_new_tokens=max_new_tokens, batch=batch,
+            pair,
+            encoded,
+            method=method,
+            relaxation=relaxation,
+            draft_length=draft_length,
+            branches=count,
+            sampling=Sampling(temperature),
+            max_new_tokens=max_new_tokens,
+            batch=batch,
             seeds=[(seed << 32) + i for i in range(len(encoded))],
-        )  # fmt: skip
+        )
         tokens, calls = [len(c.tokens) for c in completions], [c.target_calls for c in completions]
         where = temperature, relaxation
         found[*where, method, count] = per_call = ratio_of_sums(tokens, calls)
         shape = f"{count}x{draft_length}" if count > 1 else draft_length
-        words = [f"T={temperature:g}", method, shape, *([] if relaxation == "none" else [relaxation])]
+        words = [
+            f"T={temperature:g}",
+            method,
+            shape,
+            *([] if relaxation == "none" else [relaxation]),
+        ]
         row = {"case": " ".join(map(str, words)), "unit": "tokens/call"}
         row |= dict(zip(("value", "low", "high"), per_call, strict=True))
         rows.append(row | {"vs": _rivals(found, where, method, count)})
     return rows
 
 
-def ratio_of_sums(tokens: list[int], calls: list[int], resamples: int = 10_000) -> tuple[float, float, float]:
-    """(sum of tokens / sum of calls, low, high): the ratio for the file of prompts, interval over prompts.
+def ratio_of_sums(
+    tokens: list[int], calls: list[int], resamples: int = 10_000
+) -> tuple[float, float, float]:
+    """(sum of tokens / sum of calls, low, high): the ratio for the file of prompts, interval over
+    prompts.
 
-    A text's linearised contribution, ratio + (tokens - ratio calls) / mean calls, has the ratio as its mean.
+    A text's linearised contribution, ratio + (tokens - ratio calls) / mean calls, has the ratio as
+    its mean.
     """
     a, b = torch.tensor(tokens, dtype=torch.float64), torch.tensor(calls, dtype=torch.float64)
     ratio = a.sum() / b.sum()
@@ -103,7 +124,9 @@ def ratio_of_sums(tokens: list[int], calls: list[int], resamples: int = 10_000) 
 
 
 def _rivals(found: dict, where: tuple, method: str, count: int) -> dict[str, float]:
-    """Ratios to the rival at the same temperature and relaxation, and to the method itself without relaxation."""
+    """Ratios to the rival at the same temperature and relaxation, and to the method itself without
+    relaxation.
+    """
     ratios = {}
     rival = RIVALS.get(method)
     value = found[*where, method, count][0]
@@ -124,7 +147,9 @@ def _fits(method: str, draft_length: int, count: int) -> bool:
     return True
 
 
-def encoded_prompts(pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int) -> list[list[int]]:
+def encoded_prompts(
+    pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int
+) -> list[list[int]]:
     if prompt is not None:
         return [prompt_tokens(prompt, pair.tokenizer)] * prompts
     loaded = load_task(task, split="test", limit=prompts, seed=seed, data=data)

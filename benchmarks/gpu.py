@@ -1,7 +1,9 @@
-"""What a GPU makes of this package, from nothing: no download, no data, neither datasets nor jsonargparse.
+"""What a GPU makes of this package, from nothing: no download, no data, neither datasets nor
+jsonargparse.
 
-A pair of the shape of Llama 3.1 8B and 3.2 1B gets random weights on the device; a step then costs what it costs with
-trained ones, but how much is accepted says nothing. Three parts, whose cases begin with their names:
+A pair of the shape of Llama 3.1 8B and 3.2 1B gets random weights on the device; a step then costs
+what it costs with trained ones, but how much is accepted says nothing. Three parts, whose cases
+begin with their names:
 
     verify  a verification step from logits to the verdict beside a copy of the logits, `benchmarks/verify.py`
     step    milliseconds of a step through the loop and through captured graphs, whose gain is printed beside it
@@ -34,38 +36,68 @@ SHAPES = {
     "8b": ((32, 4096, 14336, 32, 8, 128_256), (16, 2048, 8192, 32, 8, 128_256)),
     "tiny": ((2, 64, 128, 4, 2, 512), (1, 32, 64, 4, 2, 512)),
 }
-CASES = [("plain", "none"), ("token", "none"), ("block", "none"), ("block", "ensemble:0.3"), ("traversal", "none")]
+CASES = [
+    ("plain", "none"),
+    ("token", "none"),
+    ("block", "none"),
+    ("block", "ensemble:0.3"),
+    ("traversal", "none"),
+]
 
 
 def run(*, size: str = "8b", device: str = "cuda", seed: int = 0) -> list[dict]:
     """Rows of all three parts.
 
-    Args:
-        size: of the pair, 8b (with a draft of 1b, in bfloat16) or tiny.
-        device: cuda; or cpu, where the steps run uncaptured and nothing is learned but that they run.
-        seed: of weights, prompts and texts.
+    Args: size: of the pair, 8b (with a draft of 1b, in bfloat16) or tiny. device: cuda; or cpu,
+        where the steps run uncaptured and nothing is learned but that they run. seed: of weights,
+        prompts and texts.
     """
     small = size == "tiny"
-    rows = _named("verify", verify.run(
-        batches=[1] if small else [1, 8, 32], vocabularies=[512] if small else [128_256], repeats=2 if small else 20,
-        dtype="float32" if small else "bfloat16", device=device, most_gb=16.0, seed=seed,
-    ))  # fmt: skip
+    rows = _named(
+        "verify",
+        verify.run(
+            batches=[1] if small else [1, 8, 32],
+            vocabularies=[512] if small else [128_256],
+            repeats=2 if small else 20,
+            dtype="float32" if small else "bfloat16",
+            device=device,
+            most_gb=16.0,
+            seed=seed,
+        ),
+    )
     pair = random_pair(size, device, seed)
     generator = torch.Generator().manual_seed(seed)
     lengths = [6, 9] if small else [48, 64]
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
     for batch in (2,) if small else (1, 16):
-        rows += _named("step", _steps(pair, [prompts[i % 2] for i in range(batch)], 8 if small else 32, seed))
-    rows += _named("decode", decode.compare(
-        pair, prompts * 2, methods=["plain", "token", "block"], static=0.3, learned=None, transformers=True,
-        draft_lengths=[2 if small else 4], tuning_prompts=1, repetitions=1 if small else 3, batch=1,
-        max_new_tokens=8 if small else 32, temperature=1.0, seed=seed,
-    ))  # fmt: skip
+        rows += _named(
+            "step", _steps(pair, [prompts[i % 2] for i in range(batch)], 8 if small else 32, seed)
+        )
+    rows += _named(
+        "decode",
+        decode.compare(
+            pair,
+            prompts * 2,
+            methods=["plain", "token", "block"],
+            static=0.3,
+            learned=None,
+            transformers=True,
+            draft_lengths=[2 if small else 4],
+            tuning_prompts=1,
+            repetitions=1 if small else 3,
+            batch=1,
+            max_new_tokens=8 if small else 32,
+            temperature=1.0,
+            seed=seed,
+        ),
+    )
     return rows
 
 
 def random_pair(size: str, device: str, seed: int) -> Pair:
-    """Two Llamas with random weights made on the device, and a tokenizer of 256 bytes that nothing here needs."""
+    """Two Llamas with random weights made on the device, and a tokenizer of 256 bytes that nothing
+    here needs.
+    """
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -73,11 +105,20 @@ def random_pair(size: str, device: str, seed: int) -> Pair:
     modules = []
     for layers, hidden, wide, heads, shared, vocab in SHAPES[size]:
         config = LlamaConfig(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide, num_attention_heads=heads,
-            num_key_value_heads=shared, vocab_size=vocab, max_position_embeddings=4096, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        # A weight is made in the type it is kept in: in float32 the larger one alone would be 32 GB.
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=wide,
+            num_attention_heads=heads,
+            num_key_value_heads=shared,
+            vocab_size=vocab,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        # A weight is made in the type it is kept in: in float32 the larger one alone would be 32
+        # GB.
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32 if size == "tiny" else torch.bfloat16)
         try:
@@ -89,17 +130,23 @@ def random_pair(size: str, device: str, seed: int) -> Pair:
     return make_pair(*modules, PreTrainedTokenizerFast(tokenizer_object=bytes_))
 
 
-def _steps(pair: Pair, prompts: list[list[int]], new_tokens: int, seed: int, draft_length: int = 4) -> list[dict]:
-    """Two rows a case: the loop and the graphs, in turns, medians of three; a first turn compiles and captures.
+def _steps(
+    pair: Pair, prompts: list[list[int]], new_tokens: int, seed: int, draft_length: int = 4
+) -> list[dict]:
+    """Two rows a case: the loop and the graphs, in turns, medians of three; a first turn compiles
+    and captures.
 
-    A step's time is that of the whole run, the prefill included, over the steps that the longest text took.
+    A step's time is that of the whole run, the prefill included, over the steps that the longest
+    text took.
     """
     rows = []
     for method, relaxation in CASES:
         engine = Engine(pair, method, relaxation, draft_length)
         if reason := obstacle(engine):
             raise ValueError(f"the pair cannot be captured: {reason}")
-        requests = {i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)}
+        requests = {
+            i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)
+        }
         times = {"loop": [], "graphs": []}
         for turn, (way, static) in product(range(4), (("loop", False), ("graphs", True))):
             start = time.perf_counter()
@@ -109,8 +156,19 @@ def _steps(pair: Pair, prompts: list[list[int]], new_tokens: int, seed: int, dra
         name = method if relaxation == "none" else f"{relaxation}+{method}"
         ratio = {"loop": statistics.median(times["graphs"]) / statistics.median(times["loop"])}
         for way, found in times.items():
-            row = {"case": f"{name}, batch {len(prompts)}, {way}", "value": statistics.median(found), "unit": "ms/step"}
-            rows.append(row | {"low": min(found), "high": max(found), "vs": ratio if way == "graphs" else {}})
+            row = {
+                "case": f"{name}, batch {len(prompts)}, {way}",
+                "value": statistics.median(found),
+                "unit": "ms/step",
+            }
+            rows.append(
+                row
+                | {
+                    "low": min(found),
+                    "high": max(found),
+                    "vs": ratio if way == "graphs" else {},
+                }
+            )
     return rows
 
 
@@ -121,7 +179,9 @@ def _named(part: str, rows: list[dict]) -> list[dict]:
 def main(file: str, tests: str) -> None:
     """Write the rows, and what became of the GPU tests, to `file`; print the table."""
     torch.set_num_threads(1)
-    document = record(run(size=os.environ.get("SIZE", "8b"), device=os.environ.get("DEVICE", "cuda")))
+    document = record(
+        run(size=os.environ.get("SIZE", "8b"), device=os.environ.get("DEVICE", "cuda"))
+    )
     write(document | {"tests": tests}, file)
     print(table(document))
     print(json.dumps({"tests": tests, "written to": file}))

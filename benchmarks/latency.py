@@ -1,8 +1,9 @@
-"""How long calls of both models and whole steps take on this machine: what a tree costs, for `diversed select`.
+"""How long calls of both models and whole steps take on this machine: what a tree costs, for
+`diversed select`.
 
-`--json FILE` keeps the rows, and `runtime.latency` reads them. Cases take turns, so that a busy machine slows all
-alike; a value is the median, its interval the quartiles. With one thread on a CPU the clock is the time that the
-process ran, which is wall time where nothing else wants the core.
+`--json FILE` keeps the rows, and `runtime.latency` reads them. Cases take turns, so that a busy
+machine slows all alike; a value is the median, its interval the quartiles. With one thread on a CPU
+the clock is the time that the process ran, which is wall time where nothing else wants the core.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ def run(
     task: str = "sums",
     data: DataOptions = DataOptions(),  # noqa: B008  frozen
     prompt: str | None = None,
-    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
+    methods: list[str] = [  # noqa: B006
+        "token",
+        "block",
+        "specinfer",
+        "kseq",
+        "traversal",
+        "gbv",
+        "univer",
+    ],  # noqa: B006
     relaxation: str = "none",
     shapes: list[str] = ["1", "3", "6", "2x1", "2x4", "4x1+2", "4x4", "3x2+2"],  # noqa: B006
     contexts: list[int] = [32, 128, 256],  # noqa: B006
@@ -47,35 +56,33 @@ def run(
 ) -> list[dict]:
     """Rows of calls (context, tokens) and of steps (method, shape), milliseconds at batch 1.
 
-    Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where the prompts of timed steps come from.
-        data: where the task's rows come from.
-        prompt: continue this text instead of a task's prompts.
-        methods: whose steps are timed.
-        relaxation: of these steps: none, ensemble:0.3, a bundle folder, ...
-        shapes: of these steps, PATHSxLENGTH+TRUNK; those that branch are left out for token and block.
-        contexts: tokens before a timed call.
-        tokens: tokens of a timed call.
-        repetitions: of every call, in turns.
-        step_repetitions: texts of every step's case, in turns.
-        max_new_tokens: tokens of these texts.
-        temperature: of both models.
-        seed: of prompts and texts.
-        threads: CPU threads.
+    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
+        or .gguf file of the cheap model. dtype: auto, float32, bfloat16 or float16. device: where
+        both run. task: where the prompts of timed steps come from. data: where the task's rows come
+        from. prompt: continue this text instead of a task's prompts. methods: whose steps are
+        timed. relaxation: of these steps: none, ensemble:0.3, a bundle folder, ... shapes: of these
+        steps, PATHSxLENGTH+TRUNK; those that branch are left out for token and block. contexts:
+        tokens before a timed call. tokens: tokens of a timed call. repetitions: of every call, in
+        turns. step_repetitions: texts of every step's case, in turns. max_new_tokens: tokens of
+        these texts. temperature: of both models. seed: of prompts and texts. threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device)
     clock = clock_of(device, threads)
-    rows = _calls({"draft": pair.draft, "target": pair.target}, contexts, tokens, repetitions, clock)
+    rows = _calls(
+        {"draft": pair.draft, "target": pair.target}, contexts, tokens, repetitions, clock
+    )
     encoded = encoded_prompts(pair, task, data, prompt, step_repetitions + 1, seed)
     cases = [
-        (method, shape, Engine(pair, method, relaxation, branches=shape, sampling=Sampling(temperature)))
-        for method in methods for shape in shapes if method not in CHAINS or "x" not in shape
-    ]  # fmt: skip
+        (
+            method,
+            shape,
+            Engine(pair, method, relaxation, branches=shape, sampling=Sampling(temperature)),
+        )
+        for method in methods
+        for shape in shapes
+        if method not in CHAINS or "x" not in shape
+    ]
     taken: dict[int, list[float]] = {place: [] for place in range(len(cases))}
     for turn in track(range(len(encoded)), "steps", console=Console(stderr=True)):
         for place, (_, _, engine) in enumerate(cases):
@@ -93,7 +100,9 @@ def clock_of(device: str, threads: int) -> Callable[[], float]:
     return time.process_time if device == "cpu" and threads == 1 else time.perf_counter
 
 
-def _calls(models: dict[str, Model], contexts, tokens, repetitions: int, clock: Callable[[], float]) -> list[dict]:
+def _calls(
+    models: dict[str, Model], contexts, tokens, repetitions: int, clock: Callable[[], float]
+) -> list[dict]:
     cases = [(role, context, count) for role in models for context in contexts for count in tokens]
     calls = [_call(models[role], context, count) for role, context, count in cases]
     taken: list[list[float]] = [[] for _ in cases]
@@ -104,18 +113,28 @@ def _calls(models: dict[str, Model], contexts, tokens, repetitions: int, clock: 
             seconds.append(1e3 * (clock() - began))
     return [
         _row(f"{role}, {count} tokens after {context}", seconds[1:])
-        | {"role": role, "context": context, "tokens": count}
+        | {
+            "role": role,
+            "context": context,
+            "tokens": count,
+        }
         for (role, context, count), seconds in zip(cases, taken, strict=True)
     ]
 
 
 def _call(model: Model, context: int, count: int) -> Callable[[], object]:
-    """One call on `count` tokens after `context` others; each writes over what the one before wrote."""
+    """One call on `count` tokens after `context` others; each writes over what the one before
+    wrote.
+    """
     cache, device = model.cache(context + count), model.device
     tokens = torch.zeros(1, context + count, dtype=torch.long, device=device)
     positions = torch.arange(context + count, device=device).unsqueeze(0)
     model(tokens[:, :context], positions[:, :context], None, cache, 0)
-    return lambda: model(tokens[:, context:], positions[:, context:], None, cache, context).logits[0, 0, 0].item()
+    return lambda: (
+        model(tokens[:, context:], positions[:, context:], None, cache, context)
+        .logits[0, 0, 0]
+        .item()
+    )
 
 
 def _step(engine: Engine, request: Request, clock: Callable[[], float]) -> float:
@@ -126,5 +145,7 @@ def _step(engine: Engine, request: Request, clock: Callable[[], float]) -> float
 
 
 def _row(case: str, milliseconds: list[float]) -> dict:
-    low, middle, high = statistics.quantiles(milliseconds, n=4) if len(milliseconds) > 1 else milliseconds * 3
+    low, middle, high = (
+        statistics.quantiles(milliseconds, n=4) if len(milliseconds) > 1 else milliseconds * 3
+    )
     return {"case": case, "value": middle, "unit": "ms", "low": low, "high": high}

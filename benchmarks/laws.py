@@ -1,10 +1,12 @@
-"""What holds between the methods and what does not, and how far each is from the best rule for its drafting law.
+"""What holds between the methods and what does not, and how far each is from the best rule for its
+drafting law.
 
-Two tables in one run. *Accepted tokens*: means over trees drawn by each method's own drafting law, exact over the
-randomness of verification, for drafts closer to and farther from the target. block is never below token, traversal
-never below rrsw, univer never below greedy_tree; gbv against block and univer against rrsw have no order, and the
-table shows both signs. *Gap to the optimum*: accepted tokens that the best lossless rule for the same drafting law has
-over the method, by linear programming on all drafts of a tiny vocabulary.
+Two tables in one run. *Accepted tokens*: means over trees drawn by each method's own drafting law,
+exact over the randomness of verification, for drafts closer to and farther from the target. block
+is never below token, traversal never below rrsw, univer never below greedy_tree; gbv against block
+and univer against rrsw have no order, and the table shows both signs. *Gap to the optimum*:
+accepted tokens that the best lossless rule for the same drafting law has over the method, by linear
+programming on all drafts of a tiny vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..verifier.enumerate_laws import Pair, chain, drafts, full_tree, mean_length, paths, random_pair
+from ..verifier.enumerate_laws import (
+    Pair,
+    chain,
+    drafts,
+    full_tree,
+    mean_length,
+    paths,
+    random_pair,
+)
 from ..verifier.law import DraftTree, depths, expected_length
 from ..verifier.methods import DRAFTINGS, METHODS
 
@@ -50,15 +60,24 @@ def run(
     return rows + (optimality_gaps(gaps, seed) if gaps else [])
 
 
-def accepted(vocabulary: int, depth: int, children: int, trees: int, noise: float, seed: int) -> list[dict]:
-    """Mean accepted tokens of every method: chains of `depth`, `children` paths of `depth`, or trees of that width."""
+def accepted(
+    vocabulary: int, depth: int, children: int, trees: int, noise: float, seed: int
+) -> list[dict]:
+    """Mean accepted tokens of every method: chains of `depth`, `children` paths of `depth`, or
+    trees of that width.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(trees, depth + 1, vocabulary, generator=generator, dtype=torch.float64)
     target = logits.softmax(-1)
-    draft = (logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).softmax(-1)
+    draft = (
+        logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    ).softmax(-1)
     divergence = 0.5 * (target - draft).abs().sum(-1).mean().item()
     shapes = {drafting: _shape(drafting, depth, children) for drafting in DRAFTINGS}
-    trees_of = {drafting: _sampled(draft, target, shapes[drafting], drafting, generator) for drafting in DRAFTINGS}
+    trees_of = {
+        drafting: _sampled(draft, target, shapes[drafting], drafting, generator)
+        for drafting in DRAFTINGS
+    }
     lengths = {
         name: expected_length(method.law(trees_of[method.drafting]), shapes[method.drafting])
         for name, method in METHODS.items()
@@ -81,7 +100,9 @@ def accepted(vocabulary: int, depth: int, children: int, trees: int, noise: floa
 
 
 def optimality_gaps(pairs: int, seed: int = 0) -> list[dict]:
-    """For every method on a tiny vocabulary: what the best rule accepts more, and the shares of it reached."""
+    """For every method on a tiny vocabulary: what the best rule accepts more, and the shares of it
+    reached.
+    """
     rows = []
     for name, method in METHODS.items():
         vocabulary = 2 if method.drafting == "paths" else 3
@@ -109,9 +130,10 @@ def optimality_gaps(pairs: int, seed: int = 0) -> list[dict]:
 def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     """Most accepted tokens that any lossless rule reaches for this drafting law.
 
-    The variables are the probabilities of every verdict (node, token) after every draft, so the rule may use all rows
-    of both models, on and off the drafted paths. The constraints: a draft's verdicts sum to 1, and the text's law,
-    continued by the target after the verdict, is the target's.
+    The variables are the probabilities of every verdict (node, token) after every draft, so the
+    rule may use all rows of both models, on and off the drafted paths. The constraints: a draft's
+    verdicts sum to 1, and the text's law, continued by the target after the verdict, is the
+    target's.
     """
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
@@ -135,7 +157,9 @@ def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     draft = torch.arange(count).repeat_interleave(size)
     equations = coo_array(
         (
-            torch.cat([continued[text, verdict], torch.ones(count * size, dtype=torch.float64)]).numpy(),
+            torch.cat(
+                [continued[text, verdict], torch.ones(count * size, dtype=torch.float64)]
+            ).numpy(),
             (
                 torch.cat([text, draft + len(continued)]).numpy(),
                 torch.cat([verdict, torch.arange(count * size)]).numpy(),
@@ -147,9 +171,13 @@ def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     absent = (every.tree.tokens < 0).repeat_interleave(vocabulary, 1).flatten()
     absent &= torch.arange(count * size) % size >= vocabulary
     bounds = [(0, 0 if gone else 1) for gone in absent.tolist()]
-    found = linprog(-gain.numpy(), A_eq=equations.tocsr(), b_eq=wanted.numpy(), bounds=bounds, method="highs")
+    found = linprog(
+        -gain.numpy(), A_eq=equations.tocsr(), b_eq=wanted.numpy(), bounds=bounds, method="highs"
+    )
     if found.status != 0:
-        raise RuntimeError(f"the linear program of {drafting} {parents} was not solved: {found.message}")
+        raise RuntimeError(
+            f"the linear program of {drafting} {parents} was not solved: {found.message}"
+        )
     return -found.fun
 
 
@@ -159,7 +187,9 @@ def _shape(drafting: str, depth: int, children: int) -> tuple[int, ...]:
     return paths(children, depth) if drafting == "paths" else full_tree(children, depth)
 
 
-def _sampled(draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: str, generator) -> DraftTree:
+def _sampled(
+    draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: str, generator
+) -> DraftTree:
     """One tree per request, whose rows [B, depth + 1, V] depend on the depth alone."""
     level = torch.tensor(depths(parents))
     tokens = torch.zeros(len(draft), len(parents), dtype=torch.int64)
@@ -172,7 +202,9 @@ def _sampled(draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: 
             drawn = torch.cat([fixed, torch.multinomial(rows, 1, generator=generator)], 1)
         else:
             replaced = drafting in ("paths", "with_replacement")
-            drawn = torch.multinomial(rows, len(children), replacement=replaced, generator=generator)
+            drawn = torch.multinomial(
+                rows, len(children), replacement=replaced, generator=generator
+            )
         tokens[:, children] = drawn
     inner = torch.tensor([node in parents for node in range(len(parents))])
     return DraftTree(tokens, parents, draft[:, level] * inner[:, None], target[:, level])

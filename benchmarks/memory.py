@@ -1,9 +1,11 @@
-"""Memory of decoding: its peak against batch and context, and whether it grows while a batch serves many prompts.
+"""Memory of decoding: its peak against batch and context, and whether it grows while a batch serves
+many prompts.
 
-A peak is the resident memory of a process of its own, above what it held with both models loaded and warm. The soak
-decodes texts of mixed lengths, one in the place of another, until it has its number of tokens; it stops at a NaN or at
-statistics that do not add up, and its growth is what stays resident at the end, after freed memory was given back,
-above what stayed after the first quarter of the tokens. (Peaks do not tell growth: fragments raise them by 6 to 14 MB.)
+A peak is the resident memory of a process of its own, above what it held with both models loaded
+and warm. The soak decodes texts of mixed lengths, one in the place of another, until it has its
+number of tokens; it stops at a NaN or at statistics that do not add up, and its growth is what
+stays resident at the end, after freed memory was given back, above what stayed after the first
+quarter of the tokens. (Peaks do not tell growth: fragments raise them by 6 to 14 MB.)
 """
 
 from __future__ import annotations
@@ -63,24 +65,33 @@ def run(
         threads: CPU threads.
     """
     if not STATUS.exists():
-        raise OSError(f"`diversed bench memory` reads {STATUS}, which this system does not have; run it on Linux")
-    jobs = [(_peak, batch, context, method, new_tokens) for batch, context in product(batches, contexts)]
+        raise OSError(
+            f"`diversed bench memory` reads {STATUS}, which this system does not have; run it on"
+            " Linux"
+        )
+    jobs = [
+        (_peak, batch, context, method, new_tokens) for batch, context in product(batches, contexts)
+    ]
     jobs += [(_soak, name, tokens, soak_batch, seed) for name in soak]
     rows = []
     for job, *options in track(jobs, "memory", console=Console(stderr=True)):
-        # A process of its own: memory that the allocator keeps from an earlier cell would hide what this one needs.
+        # A process of its own: memory that the allocator keeps from an earlier cell would hide what
+        # this one needs.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
             rows += apart.submit(job, (target, draft), threads, *options).result()
     return rows
 
 
-def _peak(names: tuple[str, str], threads: int, batch: int, context: int, method: str, new_tokens: int) -> list[dict]:
+def _peak(
+    names: tuple[str, str], threads: int, batch: int, context: int, method: str, new_tokens: int
+) -> list[dict]:
     torch.set_num_threads(threads)
     pair = load_pair(*names)
     engine = Engine(pair, method)
     draw = random.Random(0)
     requests = {
-        i: Request([draw.randrange(3, pair.vocab) for _ in range(context)], i, new_tokens) for i in range(batch)
+        i: Request([draw.randrange(3, pair.vocab) for _ in range(context)], i, new_tokens)
+        for i in range(batch)
     }
     for i, request in requests.items():
         engine.check(i, request)
@@ -105,7 +116,9 @@ def _cache_bytes(model: Model) -> int:
     return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
 
 
-def _soak(names: tuple[str, str], threads: int, method: str, tokens: int, batch: int, seed: int) -> list[dict]:
+def _soak(
+    names: tuple[str, str], threads: int, method: str, tokens: int, batch: int, seed: int
+) -> list[dict]:
     torch.set_num_threads(threads)
     pair = load_pair(*names)
     engine, draw, source = Engine(pair, method), random.Random(seed), _text(pair)
@@ -114,7 +127,8 @@ def _soak(names: tuple[str, str], threads: int, method: str, tokens: int, batch:
     starts, sizes, limits = ([draw.randint(1, most) for _ in range(ROUND)] for most in bounds)
     resident, written, began = [], 0, time.perf_counter()
     while written < tokens:
-        # The same prompts and limits in every round, so that what differs is not what had to be decoded.
+        # The same prompts and limits in every round, so that what differs is not what had to be
+        # decoded.
         requests = {
             i: Request(source[start : start + size], draw.randrange(1 << 40), limit)
             for i, (start, size, limit) in enumerate(zip(starts, sizes, limits, strict=True))
@@ -134,16 +148,25 @@ def _soak(names: tuple[str, str], threads: int, method: str, tokens: int, batch:
 def _text(pair: Pair) -> list[int]:
     """Tokens of many questions in a row, for prompts that begin and end anywhere."""
     task = load_task("sums", split="test", limit=100)
-    return [token for example in task.examples for token in task.encode(example, pair.tokenizer, 384)]
+    return [
+        token for example in task.examples for token in task.encode(example, pair.tokenizer, 384)
+    ]
 
 
 def check_statistics(completion: Completion, request: Request, engine: Engine) -> None:
     """AssertionError where what a text says of itself does not add up."""
     c, extra = completion, len(completion.tokens) - completion.accepted
     ended = c.finished or len(c.tokens) == request.new_tokens
-    assert ended and 0 < len(c.tokens) <= request.new_tokens and 0 <= min(c.tokens) <= max(c.tokens) < engine.pair.vocab
-    # a step adds its accepted tokens and one extra token; only the last may end before its extra token
-    assert c.target_calls - 1 <= extra <= c.target_calls, f"{extra} extra tokens of {c.target_calls} steps"
+    assert (
+        ended
+        and 0 < len(c.tokens) <= request.new_tokens
+        and 0 <= min(c.tokens) <= max(c.tokens) < engine.pair.vocab
+    )
+    # a step adds its accepted tokens and one extra token; only the last may end before its extra
+    # token
+    assert c.target_calls - 1 <= extra <= c.target_calls, (
+        f"{extra} extra tokens of {c.target_calls} steps"
+    )
     assert c.accepted == sum(c.accepted_by_depth) <= c.drafted
     assert all(a <= d for a, d in zip(c.accepted_by_depth, c.drafted_by_depth, strict=True))
     assert c.draft_calls == c.target_calls * (engine.depth + engine.leaf)
@@ -158,7 +181,9 @@ def _forget_peak() -> float:
 
 
 def _megabytes(field: str, give_back: bool = False) -> float:
-    """A field of this process' status; give_back: return freed memory to the system first, where glibc can."""
+    """A field of this process' status; give_back: return freed memory to the system first, where
+    glibc can.
+    """
     if give_back:
         gc.collect()
         with suppress(AttributeError):

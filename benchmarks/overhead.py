@@ -1,7 +1,8 @@
-"""The share of a step that is spent outside the two models: drawing, verifying, committing, and what surrounds a call.
+"""The share of a step that is spent outside the two models: drawing, verifying, committing, and
+what surrounds a call.
 
-A step is everything after the prefill. Time inside the models is the time of their calls, as the loop makes them. With
-DIVERSED_LEAN=0 in the environment the calls go through transformers' modules.
+A step is everything after the prefill. Time inside the models is the time of their calls, as the
+loop makes them. With DIVERSED_LEAN=0 in the environment the calls go through transformers' modules.
 """
 
 from __future__ import annotations
@@ -61,25 +62,18 @@ def run(
     seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
-    """For every method and batch: the share outside the models, and the milliseconds of a step and of its stages.
+    """For every method and batch: the share outside the models, and the milliseconds of a step and
+    of its stages.
 
-    Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
-        methods: `plain` and verification methods.
-        relaxation: of all methods but plain: none, ensemble:0.3, a bundle folder, ...
-        draft_length: tokens on a drafted path.
-        batches: prompts decoded together.
-        max_new_tokens: tokens a text may have.
-        repetitions: of every case, in turns; the figures are medians, the interval the lowest and the highest.
-        temperature: of both models.
-        seed: of prompts and texts.
-        threads: CPU threads.
+    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
+        or .gguf file of the cheap model. dtype: auto, float32, bfloat16 or float16. device: where
+        both run. task: where prompts come from. data: where the task's rows come from. prompt:
+        continue this text with different seeds, instead of a task's prompts. methods: `plain` and
+        verification methods. relaxation: of all methods but plain: none, ensemble:0.3, a bundle
+        folder, ... draft_length: tokens on a drafted path. batches: prompts decoded together.
+        max_new_tokens: tokens a text may have. repetitions: of every case, in turns; the figures
+        are medians, the interval the lowest and the highest. temperature: of both models. seed: of
+        prompts and texts. threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device)
@@ -90,28 +84,47 @@ def run(
         for (method, batch), found in cases.items():
             rule = "none" if method == "plain" else relaxation
             engine = Engine(timed, method, rule, draft_length, sampling=Sampling(temperature))
-            requests = {i: Request(encoded[i], (seed << 20) + i, max_new_tokens) for i in range(batch)}
+            requests = {
+                i: Request(encoded[i], (seed << 20) + i, max_new_tokens) for i in range(batch)
+            }
             found.append(_measure(engine, requests))
-    return [row for (method, batch), found in cases.items() for row in _rows(method, batch, found[1:])]
+    return [
+        row for (method, batch), found in cases.items() for row in _rows(method, batch, found[1:])
+    ]
 
 
 def _measure(engine: Engine, requests: dict[int, Request]) -> dict[str, float]:
-    """Of one batch: the percentage of its steps' time outside the models, and milliseconds a step, stage by stage."""
+    """Of one batch: the percentage of its steps' time outside the models, and milliseconds a step,
+    stage by stage.
+    """
     models = (engine.pair.target, engine.pair.draft)
     before = sum(model.seconds for model in models)
     engine.seconds = dict.fromkeys(STAGES, 0.0)
     done = engine.run(requests, static=False)  # captured calls could not be timed
     del engine.seconds["prefill"]
-    total, steps = sum(engine.seconds.values()), max(completion.target_calls for completion in done.values())
+    total, steps = (
+        sum(engine.seconds.values()),
+        max(completion.target_calls for completion in done.values()),
+    )
     inside = sum(model.seconds for model in models) - before
-    found = {"% of a step outside the models": 100 * (1 - inside / total), "ms a step": 1e3 * total / steps}
-    return found | {f"ms a step, {stage}": 1e3 * took / steps for stage, took in engine.seconds.items() if took}
+    found = {
+        "% of a step outside the models": 100 * (1 - inside / total),
+        "ms a step": 1e3 * total / steps,
+    }
+    return found | {
+        f"ms a step, {stage}": 1e3 * took / steps for stage, took in engine.seconds.items() if took
+    }
 
 
 def _rows(method: str, batch: int, found: list[dict[str, float]]) -> list[dict]:
     columns = {unit: [row[unit] for row in found] for unit in found[0]}
     return [
-        {"case": f"{method}, batch {batch}", "value": statistics.median(values), "unit": unit, "low": min(values),
-         "high": max(values)}
+        {
+            "case": f"{method}, batch {batch}",
+            "value": statistics.median(values),
+            "unit": unit,
+            "low": min(values),
+            "high": max(values),
+        }
         for unit, values in columns.items()
-    ]  # fmt: skip
+    ]

@@ -1,7 +1,9 @@
-"""What a trace costs on disk and how fast a head trains: bytes a token, and tokens per second by what the head sees.
+"""What a trace costs on disk and how fast a head trains: bytes a token, and tokens per second by
+what the head sees.
 
-The traces are made up, at the hidden sizes of an 8B target and a 1B draft (4096 + 2048). A trace stores scalars, so the
-vocabulary enters a step of training nowhere: the same head is timed at two vocabularies, whose ratio should be 1.
+The traces are made up, at the hidden sizes of an 8B target and a 1B draft (4096 + 2048). A trace
+stores scalars, so the vocabulary enters a step of training nowhere: the same head is timed at two
+vocabularies, whose ratio should be 1.
 """
 
 from __future__ import annotations
@@ -25,13 +27,24 @@ TINY = (64, 128)  # of the packaged pair
 
 
 def run(
-    *, texts: int = 96, tokens: int = 128, batch: int = 8, vocabulary: int = 128_000, repeats: int = 5, threads: int = 1
+    *,
+    texts: int = 96,
+    tokens: int = 128,
+    batch: int = 8,
+    vocabulary: int = 128_000,
+    repeats: int = 5,
+    threads: int = 1,
 ) -> list[dict]:
     """Bytes a token, and training tokens per second: median, slowest and fastest epoch."""
     torch.set_num_threads(threads)
     rows = _storage()
     with tempfile.TemporaryDirectory() as room:
-        for features, size in (("logits", 1000), ("logits", vocabulary), ("hidden", vocabulary), ("both", vocabulary)):
+        for features, size in (
+            ("logits", 1000),
+            ("logits", vocabulary),
+            ("hidden", vocabulary),
+            ("both", vocabulary),
+        ):
             folder = Path(room) / f"{features}-{size}"
             _write_traces(folder, texts, tokens, size, hidden=features != "logits")
             rows.append(_throughput(folder, features, size, batch, repeats, texts * tokens))
@@ -44,7 +57,10 @@ def _storage() -> list[dict]:
     """Bytes a token: of a file for the tiny pair, computed from the layout for the large one."""
     with tempfile.TemporaryDirectory() as room:
         rows = []
-        for name, hidden in (("tiny pair, written", False), ("tiny pair with hidden states, written", True)):
+        for name, hidden in (
+            ("tiny pair, written", False),
+            ("tiny pair with hidden states, written", True),
+        ):
             shard = _shard(64, 128, 512, sum(TINY) if hidden else 0)
             entry = write_shard(room, 0, shard)
             size = (Path(room) / entry["file"]).stat().st_size
@@ -54,16 +70,24 @@ def _storage() -> list[dict]:
         ("8B and 1B with hidden states, computed", DRAFT + TARGET, 0),
         ("8B and 1B with 64 logits of both rows, computed", 0, 64),
     ):
-        rows.append({"case": name, "value": bytes_per_token(hidden, stored), "unit": "bytes a token"})
+        rows.append(
+            {"case": name, "value": bytes_per_token(hidden, stored), "unit": "bytes a token"}
+        )
     both_rows = 2 * 2 * 128_000
     rows.append(
-        {"case": "for comparison: both rows, V = 128,000, float16", "value": both_rows, "unit": "bytes a token"}
+        {
+            "case": "for comparison: both rows, V = 128,000, float16",
+            "value": both_rows,
+            "unit": "bytes a token",
+        }
     )
     return rows
 
 
 def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
-    """Bytes of a position with `hidden` hidden numbers and `stored` logits of each row; a text adds 29 of its own."""
+    """Bytes of a position with `hidden` hidden numbers and `stored` logits of each row; a text adds
+    29 of its own.
+    """
     size = {"F": len(FEATURES), "H": hidden, "K": stored}
     total = 0
     for name, (dtype, axes) in LAYOUT.items():
@@ -73,18 +97,30 @@ def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
     return total
 
 
-def _throughput(folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int) -> dict:
+def _throughput(
+    folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int
+) -> dict:
     """One head trained for `repeats` epochs after one to warm up."""
-    from ..train.fit import DEFAULTS, quiet  # needs jsonargparse, which some machines with a GPU lack
+    from ..train.fit import (
+        DEFAULTS,
+        quiet,
+    )  # needs jsonargparse, which some machines with a GPU lack
 
     clock = _Clock()
     data = TraceModule(str(folder), batch, validation=0.0, hidden=features != "logits")
     model = VerifierModule(features, DRAFT, TARGET)
     with quiet():
-        options = {**DEFAULTS, "max_epochs": repeats + 1, "enable_checkpointing": False, "enable_progress_bar": False}
+        options = {
+            **DEFAULTS,
+            "max_epochs": repeats + 1,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
         data.setup()
         model.start_from(*data.sample_inputs())
-        Trainer(**options, callbacks=[clock], default_root_dir=str(folder)).fit(model, datamodule=data)
+        Trainer(**options, callbacks=[clock], default_root_dir=str(folder)).fit(
+            model, datamodule=data
+        )
     rates = [tokens / seconds for seconds in clock.epochs[1:]]
     return {
         "case": f"{features}, V = {vocabulary:,}",
@@ -135,7 +171,9 @@ def _shard(texts: int, tokens: int, vocabulary: int, hidden: int) -> Shard:
 
 
 def _write_traces(folder: Path, texts: int, tokens: int, vocabulary: int, hidden: bool) -> None:
-    entry = write_shard(folder, 0, _shard(texts, tokens, vocabulary, DRAFT + TARGET if hidden else 0))
+    entry = write_shard(
+        folder, 0, _shard(texts, tokens, vocabulary, DRAFT + TARGET if hidden else 0)
+    )
     write_manifest(
         folder,
         {

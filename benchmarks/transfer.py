@@ -1,8 +1,10 @@
-"""A gate that reads the two rows alone, taken to another task or another pair: as it is, and after a short refit.
+"""A gate that reads the two rows alone, taken to another task or another pair: as it is, and after
+a short refit.
 
-Gates of one kind (attribution on logit features) on the test prompts of the place they are taken to: trained elsewhere;
-the same refitted on `refit` texts of the new place, at two learning rates; trained on those few texts alone; trained
-there on `rollouts` texts. Thresholds are chosen on validation prompts of the new place as in benchmarks/verifiers.py.
+Gates of one kind (attribution on logit features) on the test prompts of the place they are taken
+to: trained elsewhere; the same refitted on `refit` texts of the new place, at two learning rates;
+trained on those few texts alone; trained there on `rollouts` texts. Thresholds are chosen on
+validation prompts of the new place as in benchmarks/verifiers.py.
 """
 
 from __future__ import annotations
@@ -38,40 +40,47 @@ def run(
 ) -> list[dict]:
     """Rows of score and step acceptance on test prompts of the new place.
 
-    Args:
-        elsewhere: folder of `diversed train` with the gate that is taken along: features logits, width 32.
-        out: folder for everything; what is finished there is not done again.
-        target: folder, hub name or .gguf file of the new place's target.
-        draft: folder, hub name or .gguf file of its draft.
-        task: where its prompts come from.
-        data: where the task's rows come from.
-        rollouts: texts of the gate that is trained there.
-        refit: texts of the short refit.
-        relaxation: what training texts are sampled from.
-        oracle: relaxation whose step acceptance is the other end of the gap; none leaves the gap out.
-        biases: thresholds to choose from.
-        max_drop: loss of mean score that a head may cost.
-        likelihood: score texts by the target's mean log-probability, for tasks without references.
-        validation_prompts: prompts on which a threshold is chosen.
-        test_prompts: prompts of the figures.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
-        seed: of the gathered prompts and texts and of training.
-        threads: CPU threads.
+    Args: elsewhere: folder of `diversed train` with the gate that is taken along: features logits,
+        width 32. out: folder for everything; what is finished there is not done again. target:
+        folder, hub name or .gguf file of the new place's target. draft: folder, hub name or .gguf
+        file of its draft. task: where its prompts come from. data: where the task's rows come from.
+        rollouts: texts of the gate that is trained there. refit: texts of the short refit.
+        relaxation: what training texts are sampled from. oracle: relaxation whose step acceptance
+        is the other end of the gap; none leaves the gap out. biases: thresholds to choose from.
+        max_drop: loss of mean score that a head may cost. likelihood: score texts by the target's
+        mean log-probability, for tasks without references. validation_prompts: prompts on which a
+        threshold is chosen. test_prompts: prompts of the figures. max_prompt_tokens: longer prompts
+        lose the end of their article, never the instruction or the question. max_new_tokens: tokens
+        a text may have; by default the task's own number. seed: of the gathered prompts and texts
+        and of training. threads: CPU threads.
     """
     prompts = {"train": rollouts // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(
-        out, prompts, likelihood, target=target, draft=draft, task=task, data=data,
-        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, threads=threads,
-    )  # fmt: skip
-    exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
+        out,
+        prompts,
+        likelihood,
+        target=target,
+        draft=draft,
+        task=task,
+        data=data,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        threads=threads,
+    )
+    exact, ceiling = (
+        world.measure("test", "none"),
+        world.measure("test", oracle) if oracle else None,
+    )
     baseline = world.measure("validation", "none")
     rows = rows_of("exact", exact, exact, None)
     few, all_ = (world.traces(seed, relaxation, 32, count) for count in (refit, rollouts))
     fresh = {**FIT, **HEADS["logits"], "features": "logits"}
     gates = {
         "elsewhere": None,
-        f"elsewhere, refitted on {refit} at a tenth of the rate": (few, {**fresh, "start": elsewhere, "lr": 3e-4}),
+        f"elsewhere, refitted on {refit} at a tenth of the rate": (
+            few,
+            {**fresh, "start": elsewhere, "lr": 3e-4},
+        ),
         f"elsewhere, refitted on {refit}": (few, {**fresh, "start": elsewhere}),
         f"here, {refit} texts": (few, fresh),
         f"here, {rollouts} texts": (all_, fresh),
@@ -84,7 +93,14 @@ def run(
             reward = "likelihood" if likelihood else "task"
             from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
 
-            train(traces=traces, out=head, seed=seed, epochs=12, data=dict(batch=32, reward=reward), **settings)
+            train(
+                traces=traces,
+                out=head,
+                seed=seed,
+                epochs=12,
+                data=dict(batch=32, reward=reward),
+                **settings,
+            )
         if not bundle.exists():
             export(train=head, out=str(bundle), any_pair=True)
         bias = choose(world, str(bundle), biases, baseline, max_drop / 2)

@@ -1,15 +1,18 @@
-"""What the choice of a tree is worth: every method with its best constant shape and with what chooses before each step.
+"""What the choice of a tree is worth: every method with its best constant shape and with what
+chooses before each step.
 
-From labels alone, on the contexts of held-out prompts: tokens per second that latencies predict for the best constant
-shape, for an entropy threshold, for the network of `diversed select` and for a choice that knows the labels. The
-constant shape, and the threshold with its two shapes, are the best on the training contexts. Intervals are 95 %
-bootstrap intervals over prompts.
+From labels alone, on the contexts of held-out prompts: tokens per second that latencies predict for
+the best constant shape, for an entropy threshold, for the network of `diversed select` and for a
+choice that knows the labels. The constant shape, and the threshold with its two shapes, are the
+best on the training contexts. Intervals are 95 % bootstrap intervals over prompts.
 
-Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first that the draft gave
-less than some probability. That is decided while the chain is drawn, so that labels of shapes say nothing of it.
+Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first
+that the draft gave less than some probability. That is decided while the chain is drawn, so that
+labels of shapes say nothing of it.
 
-From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies predict them for the
-very steps that were taken, and as measured, where the latencies are this machine's.
+From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies
+predict them for the very steps that were taken, and as measured, where the latencies are this
+machine's.
 """
 
 from __future__ import annotations
@@ -54,7 +57,15 @@ def run(
     data: DataOptions = DataOptions(),  # noqa: B008  frozen
     prompt: str | None = None,
     prompts: int = 8,
-    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
+    methods: list[str] = [  # noqa: B006
+        "token",
+        "block",
+        "specinfer",
+        "kseq",
+        "traversal",
+        "gbv",
+        "univer",
+    ],  # noqa: B006
     temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
     confidences: list[float] = [0.5, 0.95],  # noqa: B006
     max_new_tokens: int = 48,
@@ -63,24 +74,16 @@ def run(
 ) -> list[dict]:
     """Rows of a method and temperature: predicted on held-out contexts, then measured.
 
-    Args:
-        selectors: folder that `diversed select` wrote.
-        latencies: what it was given: a file of `diversed bench latency --json`, or gpu for an assumed pair.
-        labels: folder of its labels, by default SELECTORS/labels.
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where test prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
-        prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
-        methods: of the selectors there.
-        temperatures: of the labels there.
-        confidences: each a case of the methods that draft chains.
-        max_new_tokens: tokens of a test text.
-        seed: of test prompts and texts.
-        threads: CPU threads.
+    Args: selectors: folder that `diversed select` wrote. latencies: what it was given: a file of
+        `diversed bench latency --json`, or gpu for an assumed pair. labels: folder of its labels,
+        by default SELECTORS/labels. target: folder, hub name or .gguf file of the model being
+        served. draft: folder, hub name or .gguf file of the cheap model. dtype: auto, float32,
+        bfloat16 or float16. device: where both run. task: where test prompts come from. data: where
+        the task's rows come from. prompt: continue this text with different seeds, instead of a
+        task's prompts. prompts: test texts of every case, decoded one at a time; 0 leaves decoding
+        out. methods: of the selectors there. temperatures: of the labels there. confidences: each a
+        case of the methods that draft chains. max_new_tokens: tokens of a test text. seed: of test
+        prompts and texts. threads: CPU threads.
     """
     torch.set_num_threads(threads)
     check_confidences(confidences)
@@ -101,13 +104,25 @@ def run(
         return rows
     pair, clock = load_pair(target, draft, dtype, device), clock_of(device, threads)
     encoded = encoded_prompts(pair, task, data, prompt, prompts + 1, seed)
-    requests = [Request(tokens, (seed << 32) + i, max_new_tokens) for i, tokens in enumerate(encoded)]
+    requests = [
+        Request(tokens, (seed << 32) + i, max_new_tokens) for i, tokens in enumerate(encoded)
+    ]
     cases = [
-        _Case(method, temperature, name, Engine(pair, method, draft_length=parse_shape(base).depth, branches=branches,
-                                                sampling=Sampling(temperature)))
+        _Case(
+            method,
+            temperature,
+            name,
+            Engine(
+                pair,
+                method,
+                draft_length=parse_shape(base).depth,
+                branches=branches,
+                sampling=Sampling(temperature),
+            ),
+        )
         for (method, temperature), base in shapes.items()
         for name, branches in _choices(method, base, selectors, confidences)
-    ]  # fmt: skip
+    ]
     for number, request in enumerate(track(requests, "trees", console=Console(stderr=True))):
         for case in cases:
             case.decode(request, clock, keep=number > 0)
@@ -116,7 +131,9 @@ def run(
     return rows
 
 
-def _choices(method: str, base: str, selectors: str, confidences: list[float]) -> list[tuple[str, str]]:
+def _choices(
+    method: str, base: str, selectors: str, confidences: list[float]
+) -> list[tuple[str, str]]:
     found = [(base, base), ("selector", f"{selectors}/{method}")]
     if METHODS[method].drafting == "chain":
         found += [(f"confidence {least:g}", f"confidence:{least},8") for least in confidences]
@@ -124,8 +141,8 @@ def _choices(method: str, base: str, selectors: str, confidences: list[float]) -
 
 
 def entropy_choice(known: Contexts, temperature: float) -> Tensor:
-    """[S] a shape for every context of a temperature: of two, by the draft's entropy at the root, as they are best on
-    the training contexts.
+    """[S] a shape for every context of a temperature: of two, by the draft's entropy at the root,
+    as they are best on the training contexts.
     """
     here = (known.temperature == temperature) & ~known.held
     entropy = known.scalars[:, SCALARS.index("root_entropy")].double()
@@ -138,8 +155,12 @@ def entropy_choice(known: Contexts, temperature: float) -> Tensor:
     return choice
 
 
-def _predicted(method: str, known: Contexts, learned: Tensor, choosing: Tensor, seed: int) -> list[dict]:
-    """One row a choice and temperature on held-out prompts; choosing: [S] seconds that the learned one takes."""
+def _predicted(
+    method: str, known: Contexts, learned: Tensor, choosing: Tensor, seed: int
+) -> list[dict]:
+    """One row a choice and temperature on held-out prompts; choosing: [S] seconds that the learned
+    one takes.
+    """
     rows = []
     for temperature in known.temperature.unique().tolist():
         here = known.held & (known.temperature == temperature)
@@ -153,9 +174,14 @@ def _predicted(method: str, known: Contexts, learned: Tensor, choosing: Tensor, 
         rates, per_call = _resampled(known, choices, here, seed)
         for name, values in rates.items():
             gain = values / rates[shape]
-            row = {"case": f"T={temperature:g} {method} {name}, held out", "value": float(values[0]),
-                   "unit": "tokens/s predicted", "low": _quantile(values, 0.025), "high": _quantile(values, 0.975),
-                   "tokens_per_call": float(per_call[name][0])}  # fmt: skip
+            row = {
+                "case": f"T={temperature:g} {method} {name}, held out",
+                "value": float(values[0]),
+                "unit": "tokens/s predicted",
+                "low": _quantile(values, 0.025),
+                "high": _quantile(values, 0.975),
+                "tokens_per_call": float(per_call[name][0]),
+            }
             if name != shape:
                 row |= {
                     "vs": {shape: float(gain[0])},
@@ -166,8 +192,11 @@ def _predicted(method: str, known: Contexts, learned: Tensor, choosing: Tensor, 
     return rows
 
 
-def _resampled(known: Contexts, choices: dict[str, tuple[Tensor, Tensor | float]], here: Tensor, seed: int):
-    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of resampled ones.
+def _resampled(
+    known: Contexts, choices: dict[str, tuple[Tensor, Tensor | float]], here: Tensor, seed: int
+):
+    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of
+    resampled ones.
 
     choices: name -> (shapes [S], seconds that choosing takes at the contexts `here`).
     """
@@ -180,12 +209,17 @@ def _resampled(known: Contexts, choices: dict[str, tuple[Tensor, Tensor | float]
     )
 
     def sums(values: Tensor) -> Tensor:
-        return weights @ torch.zeros(len(prompts), dtype=torch.float64).index_add(0, owner, values.double())
+        return weights @ torch.zeros(len(prompts), dtype=torch.float64).index_add(
+            0, owner, values.double()
+        )
 
     rates, per_call = {}, {}
     for name, (choice, choosing) in choices.items():
         at = choice[here].unsqueeze(1)
-        tokens, steps = sums(torch.ones(len(at))), 1 / known.efficiency[here].double().gather(1, at)[:, 0]
+        tokens, steps = (
+            sums(torch.ones(len(at))),
+            1 / known.efficiency[here].double().gather(1, at)[:, 0],
+        )
         rates[name] = tokens / sums(known.cost[here].gather(1, at)[:, 0] + steps * choosing)
         per_call[name] = tokens / sums(steps)
     return rates, per_call
@@ -197,8 +231,8 @@ def _quantile(values: Tensor, share: float) -> float:
 
 @dataclass
 class _Case:
-    """One way of decoding; of every text tokens, calls, seconds, mean context and how often each shape was grown. The
-    first text is for what is computed once a process.
+    """One way of decoding; of every text tokens, calls, seconds, mean context and how often each
+    shape was grown. The first text is for what is computed once a process.
     """
 
     method: str
@@ -226,7 +260,9 @@ class _Case:
 
         selector.remember = remember
         (done,) = self.engine.run(
-            {0: request}, static=False, on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new)))
+            {0: request},
+            static=False,
+            on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new))),
         ).values()
         del selector.look, selector.choose, selector.remember
         if len(ends) < 2 or not keep:
@@ -240,20 +276,32 @@ class _Case:
         self.choosing += sum(taken for _, taken in looked[1:] + chosen[1:] + remembered[1:])
 
     def predicted(self, costs: Latencies) -> list[float]:
-        """Seconds of every text if its steps took what latencies say of their shapes at its mean context."""
+        """Seconds of every text if its steps took what latencies say of their shapes at its mean
+        context.
+        """
         return [
-            sum(count * costs.step(self.method, _shape(self.engine, index), np.array([context]))[0] / 1e3
-                for index, count in grown.items())
+            sum(
+                count
+                * costs.step(self.method, _shape(self.engine, index), np.array([context]))[0]
+                / 1e3
+                for index, count in grown.items()
+            )
             for grown, context in zip(self.grown, self.context, strict=True)
-        ]  # fmt: skip
+        ]
 
     def rows(self, cases: list[_Case], costs: Latencies, measured: bool) -> list[dict]:
         """Tokens per call and per second, against the constant shape; a selector's share of a step."""
         case = f"T={self.temperature:g} {self.method} {self.name}"
-        rival = next(c for c in cases if (c.method, c.temperature) == (self.method, self.temperature))
+        rival = next(
+            c for c in cases if (c.method, c.temperature) == (self.method, self.temperature)
+        )
         predicted = self.predicted(costs)
         rows = [{"case": case, "unit": "tokens/call", **_interval(self.tokens, self.calls)}]
-        row = {"case": f"{case}, predicted", "unit": "tokens/s", **_interval(self.tokens, predicted)}
+        row = {
+            "case": f"{case}, predicted",
+            "unit": "tokens/s",
+            **_interval(self.tokens, predicted),
+        }
         rows.append(row | _versus(self.tokens, predicted, rival, rival.predicted(costs)))
         if measured:
             rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": sum(self.seconds) / sum(predicted)}
@@ -270,11 +318,18 @@ def _interval(tokens: list[int], spent: list[float]) -> dict[str, float]:
 
 
 def _versus(tokens: list[int], seconds: list[float], rival: _Case, its: list[float]) -> dict:
-    """The ratio of two rates with its 95 % interval, over the same texts' prompts; nothing for the rival itself."""
+    """The ratio of two rates with its 95 % interval, over the same texts' prompts; nothing for the
+    rival itself.
+    """
     if tokens is rival.tokens:
         return {}
-    drawn = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
-    sums = [torch.tensor(column, dtype=torch.float64)[drawn].sum(1) for column in (tokens, seconds, rival.tokens, its)]
+    drawn = torch.randint(
+        len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0)
+    )
+    sums = [
+        torch.tensor(column, dtype=torch.float64)[drawn].sum(1)
+        for column in (tokens, seconds, rival.tokens, its)
+    ]
     ratios = sums[0] / sums[1] * sums[3] / sums[2]
     value = sum(tokens) / sum(seconds) * sum(its) / sum(rival.tokens)
     low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -296,7 +351,9 @@ def _watched(function, kept: list, clock):
 def _shape(engine: Engine, index: int):
     """The shape that a topology has."""
     topology = engine.shapes[index]
-    widths = [last - first for first, last in zip(topology.levels, topology.levels[1:], strict=False)]
+    widths = [
+        last - first for first, last in zip(topology.levels, topology.levels[1:], strict=False)
+    ]
     paths = widths[-1]
     trunk = widths.count(1) - 1 if paths > 1 else 0
     return parse_shape(f"{paths}x{len(widths) - 1 - trunk}+{trunk}")

@@ -1,10 +1,12 @@
-"""What a gate is worth by how it was trained: objective x features x number of rollouts, thresholds chosen apart.
+"""What a gate is worth by how it was trained: objective x features x number of rollouts, thresholds
+chosen apart.
 
-A rollout is one sampled text of a training prompt. Of every head the bias is chosen on validation prompts, the largest
-of `biases` whose mean score there is at most `max_drop` / 2 below exact decoding's, and reported on test prompts; these
-texts are not counted as rollouts, and every head spends the same. Texts are sampled from the blend token by token, the
-law of speculative decoding under it, so step acceptance, the mean over positions of 1 - TV(draft, blend), is exact at
-every position. `gap` is the share of the step acceptance between exact decoding and the oracle gate.
+A rollout is one sampled text of a training prompt. Of every head the bias is chosen on validation
+prompts, the largest of `biases` whose mean score there is at most `max_drop` / 2 below exact
+decoding's, and reported on test prompts; these texts are not counted as rollouts, and every head
+spends the same. Texts are sampled from the blend token by token, the law of speculative decoding
+under it, so step acceptance, the mean over positions of 1 - TV(draft, blend), is exact at every
+position. `gap` is the share of the step acceptance between exact decoding and the oracle gate.
 
     attribution   harms by maximum likelihood from one batch of texts at `relaxation`
     rounds        the same number of texts in three rounds, the later two at the gate so far
@@ -41,8 +43,13 @@ OBJECTIVES = {
     "likelihood": FIT,
     "bounded": dict(objective="bounded", bound=30.0, lr=3e-3),
 }
-# Linear on hidden states overfits (held-out loss .082 against .041 with one hidden layer and decay, 4,096 texts).
-HEADS = {"logits": dict(width=32), "hidden": dict(width=32, weight_decay=1.0), "both": dict(width=32, weight_decay=1.0)}
+# Linear on hidden states overfits (held-out loss .082 against .041 with one hidden layer and decay,
+# 4,096 texts).
+HEADS = {
+    "logits": dict(width=32),
+    "hidden": dict(width=32, weight_decay=1.0),
+    "both": dict(width=32, weight_decay=1.0),
+}
 
 
 def run(
@@ -74,38 +81,41 @@ def run(
 ) -> list[dict]:
     """Rows of score and step acceptance on test prompts.
 
-    Args:
-        out: folder for everything; what is finished there is not done again.
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        objectives: attribution, rounds, reinforce, likelihood, bounded.
-        features: what the gates see: logits, hidden, both.
-        rollouts: texts to learn from, four a prompt; multiples of 128 are whole shards.
-        gathered: texts of the one batch whose beginnings the heads learn from; four a prompt.
-        seeds: of the gathered prompts and texts and of training.
-        relaxation: what the first texts are sampled from.
-        static: static points; every head is compared with their line at its own score, see eval/statement.py.
-        also: other relaxations to measure on the test prompts.
-        oracle: relaxation whose step acceptance is the other end of the gap; none leaves the gap out.
-        biases: thresholds to choose from.
-        max_drop: loss of mean score that a head may cost.
-        likelihood: score texts by the target's mean log-probability, for tasks without references.
-        validation_prompts: prompts on which a threshold is chosen.
-        test_prompts: prompts of the figures.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
-        unit: prompts a shard of training texts.
-        epochs: most passes over the texts.
-        threads: CPU threads.
+    Args: out: folder for everything; what is finished there is not done again. target: folder, hub
+        name or .gguf file of the model being served. draft: folder, hub name or .gguf file of the
+        cheap model. task: where prompts come from. data: where the task's rows come from.
+        objectives: attribution, rounds, reinforce, likelihood, bounded. features: what the gates
+        see: logits, hidden, both. rollouts: texts to learn from, four a prompt; multiples of 128
+        are whole shards. gathered: texts of the one batch whose beginnings the heads learn from;
+        four a prompt. seeds: of the gathered prompts and texts and of training. relaxation: what
+        the first texts are sampled from. static: static points; every head is compared with their
+        line at its own score, see eval/statement.py. also: other relaxations to measure on the test
+        prompts. oracle: relaxation whose step acceptance is the other end of the gap; none leaves
+        the gap out. biases: thresholds to choose from. max_drop: loss of mean score that a head may
+        cost. likelihood: score texts by the target's mean log-probability, for tasks without
+        references. validation_prompts: prompts on which a threshold is chosen. test_prompts:
+        prompts of the figures. max_prompt_tokens: longer prompts lose the end of their article,
+        never the instruction or the question. max_new_tokens: tokens a text may have; by default
+        the task's own number. unit: prompts a shard of training texts. epochs: most passes over the
+        texts. threads: CPU threads.
     """
     prompts = {"train": gathered // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(
-        out, prompts, likelihood, target=target, draft=draft, task=task, data=data,
-        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, threads=threads,
-    )  # fmt: skip
-    exact, ceiling = world.measure("test", "none"), world.measure("test", oracle) if oracle else None
+        out,
+        prompts,
+        likelihood,
+        target=target,
+        draft=draft,
+        task=task,
+        data=data,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        threads=threads,
+    )
+    exact, ceiling = (
+        world.measure("test", "none"),
+        world.measure("test", oracle) if oracle else None,
+    )
     rows = rows_of("exact", exact, exact, None)
     rows += rows_of("oracle", ceiling, exact, ceiling) if oracle else []
     points = {rule: world.measure("test", rule) for rule in [*static, *also]}
@@ -116,7 +126,9 @@ def run(
     for seed, count, kind, objective in product(seeds, rollouts, features, objectives):
         name = f"{objective} {kind} {count} seed {seed}"
         settings = {**OBJECTIVES[objective], **HEADS[kind], "features": kind}
-        bundle = world.head(name, objective, settings, count, seed, relaxation, unit, epochs, max_drop)
+        bundle = world.head(
+            name, objective, settings, count, seed, relaxation, unit, epochs, max_drop
+        )
         bias = choose(world, bundle, biases, baseline, max_drop / 2)
         print(f"{name}: bias {bias:g}", flush=True)
         case, cell = f"{name}, bias {bias:g}", world.measure("test", f"{bundle};bias={bias:g}")
@@ -125,30 +137,64 @@ def run(
 
 
 class World:
-    """One pair and task: gathers, trains and measures into one folder, and never twice; `common` goes to `gather`."""
+    """One pair and task: gathers, trains and measures into one folder, and never twice; `common`
+    goes to `gather`.
+    """
 
     def __init__(self, out: str, prompts: dict[str, int], likelihood: bool, **common: Any):
-        self.out, self.common, self.prompts, self.likelihood = Path(out), common, prompts, likelihood
+        self.out, self.common, self.prompts, self.likelihood = (
+            Path(out),
+            common,
+            prompts,
+            likelihood,
+        )
 
     def measure(self, split: str, relaxation: str) -> dict[str, list[float]]:
-        """Per prompt: score, sums of step acceptance and substitutions over positions, number of positions."""
+        """Per prompt: score, sums of step acceptance and substitutions over positions, number of
+        positions.
+        """
         count = self.prompts[split]
         folder = self.out / split / relaxation.replace("/", "_").replace(":", "_")
-        gather(out=str(folder), prompts=count, samples=1, unit=min(count, 250), split=split, relaxation=relaxation,
-               **self.common)  # fmt: skip
-        found: dict[str, list[float]] = {"score": [], "acceptance": [], "substitutions": [], "positions": []}
+        gather(
+            out=str(folder),
+            prompts=count,
+            samples=1,
+            unit=min(count, 250),
+            split=split,
+            relaxation=relaxation,
+            **self.common,
+        )
+        found: dict[str, list[float]] = {
+            "score": [],
+            "acceptance": [],
+            "substitutions": [],
+            "positions": [],
+        }
         for shard in read_shards(folder):
             length = shard.start.diff()
             text = torch.repeat_interleave(torch.arange(shard.texts), length)
             weight, tv = shard.weight.double(), shard.tv.double()
-            for name, value in (("acceptance", acceptance(weight, tv)), ("substitutions", substitution(weight, tv))):
+            for name, value in (
+                ("acceptance", acceptance(weight, tv)),
+                ("substitutions", substitution(weight, tv)),
+            ):
                 found[name] += torch.zeros(shard.texts).double().index_add(0, text, value).tolist()
             found["score"] += (likelihood_of(shard) if self.likelihood else shard.reward).tolist()
             found["positions"] += length.tolist()
         return found
 
-    def head(self, name: str, objective: str, settings: dict, count: int, seed: int, relaxation: str, unit: int,
-             epochs: int, max_drop: float) -> str:  # fmt: skip
+    def head(
+        self,
+        name: str,
+        objective: str,
+        settings: dict,
+        count: int,
+        seed: int,
+        relaxation: str,
+        unit: int,
+        epochs: int,
+        max_drop: float,
+    ) -> str:
         """The bundle of a head trained on `count` texts."""
         from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
 
@@ -167,9 +213,13 @@ class World:
         if objective == "rounds":
             prompts = count // (4 * ROUNDS)
             stages = Stages(
-                lambda out, rule, first: self.gather(out, rule, first, prompts, unit, seed, hidden), fit, bundle
+                lambda out, rule, first: self.gather(out, rule, first, prompts, unit, seed, hidden),
+                fit,
+                bundle,
             )
-            trained, _ = run_rounds(folder, stages, ROUNDS, max_drop, relaxation, 4, all_rounds=True)
+            trained, _ = run_rounds(
+                folder, stages, ROUNDS, max_drop, relaxation, 4, all_rounds=True
+            )
         else:
             fit([self.traces(seed, relaxation, unit, count)], str(folder))
             trained = folder
@@ -177,18 +227,42 @@ class World:
         return str(folder / "bundle")
 
     def traces(self, seed: int, relaxation: str, unit: int, count: int) -> str:
-        """Folder of `count` texts, four a prompt: the beginning of one large batch, so that fewer are part of more."""
+        """Folder of `count` texts, four a prompt: the beginning of one large batch, so that fewer
+        are part of more.
+        """
         folder = self.out / f"traces-{seed}"
         self.gather(str(folder), relaxation, 0, self.prompts["train"], unit, seed, hidden=True)
         return _first(folder, count // 4)
 
-    def gather(self, out: str, relaxation: str, first: int, prompts: int, unit: int, seed: int, hidden: bool) -> None:
-        gather(out=out, prompts=prompts, samples=4, first_sample=first, relaxation=relaxation, unit=unit, seed=seed,
-               hidden=hidden, **self.common)  # fmt: skip
+    def gather(
+        self,
+        out: str,
+        relaxation: str,
+        first: int,
+        prompts: int,
+        unit: int,
+        seed: int,
+        hidden: bool,
+    ) -> None:
+        gather(
+            out=out,
+            prompts=prompts,
+            samples=4,
+            first_sample=first,
+            relaxation=relaxation,
+            unit=unit,
+            seed=seed,
+            hidden=hidden,
+            **self.common,
+        )
 
 
-def choose(world: World, bundle: str, biases: list[float], exact: dict[str, list[float]], most: float) -> float:
-    """The largest bias whose mean validation score is at most `most` below exact decoding's; by bisection."""
+def choose(
+    world: World, bundle: str, biases: list[float], exact: dict[str, list[float]], most: float
+) -> float:
+    """The largest bias whose mean validation score is at most `most` below exact decoding's; by
+    bisection.
+    """
     low, high = 0, len(biases)  # biases[: low + 1] are taken to be good, biases[high:] to be bad
     limit = sum(exact["score"]) / len(exact["score"]) - most
     while high - low > 1:
@@ -212,7 +286,9 @@ def _first(folder: Path, prompts: int) -> str:
 
 
 def rows_of(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[dict]:
-    """Score, its paired difference to exact decoding, step acceptance and the share of the gap, with 95 % intervals."""
+    """Score, its paired difference to exact decoding, step acceptance and the share of the gap,
+    with 95 % intervals.
+    """
     mean, low, high = bootstrap(cell["score"])
     rows = [{"case": case, "value": mean, "unit": "score", "low": low, "high": high}]
     if cell is exact:
@@ -224,22 +300,44 @@ def rows_of(case: str, cell: dict, exact: dict, ceiling: dict | None) -> list[di
     rows.append({"case": case, "value": substituted, "unit": "substitutions a text"})
     if ceiling and ceiling is not cell:
         gap = _acceptance(ceiling) - _acceptance(exact)
-        rows.append({"case": case, "value": (_acceptance(cell) - _acceptance(exact)) / gap, "unit": "of the gap"})
+        rows.append(
+            {
+                "case": case,
+                "value": (_acceptance(cell) - _acceptance(exact)) / gap,
+                "unit": "of the gap",
+            }
+        )
     return rows
 
 
 def against_static(case: str, cell: dict, line: dict[str, dict]) -> list[dict]:
-    """Step acceptance minus that of static blending at the same score, with its interval; without a line, nothing."""
+    """Step acceptance minus that of static blending at the same score, with its interval; without a
+    line, nothing.
+    """
     if len(line) < 2:
         return []
     records = [
-        {"method": "token", "relaxation": name, "prompt": prompt, "tokens": [0], "target_calls": 1,
-         **{column: values[column][prompt] for column in ("score", "acceptance", "positions")}}
-        for name, values in (*line.items(), ("./head", cell)) for prompt in range(len(values["score"]))
-    ]  # fmt: skip
+        {
+            "method": "token",
+            "relaxation": name,
+            "prompt": prompt,
+            "tokens": [0],
+            "target_calls": 1,
+            **{column: values[column][prompt] for column in ("score", "acceptance", "positions")},
+        }
+        for name, values in (*line.items(), ("./head", cell))
+        for prompt in range(len(values["score"]))
+    ]
     found = next(s for s in statements(records, "token", "./head") if s.speed == "step acceptance")
-    return [{"case": case, "value": found.difference, "unit": "step acceptance - static", "low": found.low,
-             "high": found.high}]  # fmt: skip
+    return [
+        {
+            "case": case,
+            "value": found.difference,
+            "unit": "step acceptance - static",
+            "low": found.low,
+            "high": found.high,
+        }
+    ]
 
 
 def _acceptance(cell: dict[str, list[float]]) -> float:

@@ -1,10 +1,12 @@
-"""One verification step from logits to the verdict: what it costs, beside what it must at least cost.
+"""One verification step from logits to the verdict: what it costs, beside what it must at least
+cost.
 
-On a CPU the step is the softmax of both models' rows, the law and the draw; beside it stand one softmax of the target's
-rows and, for a chain of one request, transformers' `_speculative_sampling` of the same logits. On a GPU the step is the
-method's kernel; beside it stands a copy of the same logits on the device, in the same run, and the bytes that the
-kernel reads in a second over those the copy reads and writes. Methods in turns, medians of `repeats`, spread as low and
-high. Cases whose rows would not fit into `most_gb` are left out, and named.
+On a CPU the step is the softmax of both models' rows, the law and the draw; beside it stand one
+softmax of the target's rows and, for a chain of one request, transformers' `_speculative_sampling`
+of the same logits. On a GPU the step is the method's kernel; beside it stands a copy of the same
+logits on the device, in the same run, and the bytes that the kernel reads in a second over those
+the copy reads and writes. Methods in turns, medians of `repeats`, spread as low and high. Cases
+whose rows would not fit into `most_gb` are left out, and named.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ..verifier.enumerate_laws import chain, full_tree, paths
 from ..verifier.law import DraftTree, draw
 from ..verifier.methods import METHODS
 
-# What is drafted for every drafting law: a chain of 8, eight tokens as 2 paths, or a binary tree of 31 nodes.
+# What is drafted for every drafting law: a chain of 8, eight tokens as 2 paths, or a binary tree of
+# 31 nodes.
 SHAPES = {
     "chain": ("chain of 8", chain(8)),
     "paths": ("2 paths of 4", paths(2, 4)),
@@ -28,7 +31,9 @@ SHAPES = {
     "without_replacement": ("tree of 31", full_tree(2, 4)),
     "greedy": ("tree of 31", full_tree(2, 4)),
 }
-ROWS_AT_ONCE = 6  # of a step on a CPU: both models' logits and probabilities, the law, and a row in work
+ROWS_AT_ONCE = (
+    6  # of a step on a CPU: both models' logits and probabilities, the law, and a row in work
+)
 
 
 def run(
@@ -75,10 +80,19 @@ def run(
 
 
 class _Step:
-    """The inputs of one case: peaked rows, children drawn from the draft's, distinct where the drafting law asks."""
+    """The inputs of one case: peaked rows, children drawn from the draft's, distinct where the
+    drafting law asks.
+    """
 
     def __init__(
-        self, name: str, parents: tuple, batch: int, vocabulary: int, dtype: torch.dtype, device: str, seed: int
+        self,
+        name: str,
+        parents: tuple,
+        batch: int,
+        vocabulary: int,
+        dtype: torch.dtype,
+        device: str,
+        seed: int,
     ):
         self.method, self.parents = METHODS[name], parents
         generator = torch.Generator(device).manual_seed(seed)
@@ -89,8 +103,13 @@ class _Step:
         self.tokens = torch.zeros(batch, len(parents), dtype=torch.int64, device=device)
         for parent in self.inner:
             children = [node for node, above in enumerate(parents) if above == parent]
-            law, several = self.draft[:, parent].float().softmax(-1), self.method.drafting == "paths"
-            self.tokens[:, children] = torch.multinomial(law, len(children), several, generator=generator)
+            law, several = (
+                self.draft[:, parent].float().softmax(-1),
+                self.method.drafting == "paths",
+            )
+            self.tokens[:, children] = torch.multinomial(
+                law, len(children), several, generator=generator
+            )
         self.uniform = torch.rand(batch, 2, generator=generator, device=device, dtype=torch.float64)
         self.weight = torch.zeros(batch, len(parents), device=device)
 
@@ -102,7 +121,14 @@ class _Step:
 
     def kernel(self) -> None:
         drafted = self.inner[-1] + 1
-        self.method.kernel(self.target, self.draft[:, :drafted], self.tokens, self.parents, self.weight, self.uniform)
+        self.method.kernel(
+            self.target,
+            self.draft[:, :drafted],
+            self.tokens,
+            self.parents,
+            self.weight,
+            self.uniform,
+        )
 
     def softmax(self) -> None:
         self.target.float().softmax(-1)
@@ -114,12 +140,16 @@ class _Step:
         from transformers.generation.utils import _speculative_sampling
 
         length = len(self.parents) - 1
-        _speculative_sampling(self.tokens[:, 1:], self.draft[:, :length].float(), length, self.target.float())
+        _speculative_sampling(
+            self.tokens[:, 1:], self.draft[:, :length].float(), length, self.target.float()
+        )
 
     def rows_read(self, name: str) -> int:
         """Rows of V that the kernel reads for a request, by the docstrings of verifier/kernels/."""
         nodes, inner = len(self.parents), len(self.inner)
-        again = {"token": 2, "rrsw": 2 * (nodes - 1), "traversal": 2 * (nodes - 1)}.get(name, 2 * inner)
+        again = {"token": 2, "rrsw": 2 * (nodes - 1), "traversal": 2 * (nodes - 1)}.get(
+            name, 2 * inner
+        )
         return nodes + inner + again
 
 
@@ -132,7 +162,9 @@ def _row(case: str, step: _Step, repeats: int, device: str) -> dict:
     elif step.target.shape[0] == 1 and step.method.drafting == "chain":
         works["transformers"] = step.transformers
     times: dict[str, list[float]] = {work: [] for work in works}
-    for _ in range(repeats + 1):  # in turns, so that a busy machine slows all alike; the first round warms up
+    for _ in range(
+        repeats + 1
+    ):  # in turns, so that a busy machine slows all alike; the first round warms up
         for work, function in works.items():
             times[work].append(_seconds(function, device))
     median = {work: statistics.median(values[1:]) for work, values in times.items()}

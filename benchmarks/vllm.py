@@ -1,4 +1,5 @@
-"""The plugin in vLLM beside vLLM's own verification, on whatever GPU there is; each case in a process of its own.
+"""The plugin in vLLM beside vLLM's own verification, on whatever GPU there is; each case in a
+process of its own.
 
     vllm        vLLM's own sampler, exact
     none        the plugin without a relaxation: the same law, so the same score and tokens a call, within intervals
@@ -6,8 +7,9 @@
     our loop    `decode` with the bundle: the score and tokens a call that `learned` must have, but for the first token
                 of a text, which vLLM samples before there is a draft
 
-For token and block verification. Speeds are medians of `repetitions` with the lowest and highest, scores are means with
-1.96 standard errors. Needs vllm; benchmarks/vllm.sh runs it together with the tests.
+For token and block verification. Speeds are medians of `repetitions` with the lowest and highest,
+scores are means with 1.96 standard errors. Needs vllm; benchmarks/vllm.sh runs it together with the
+tests.
 """
 
 from __future__ import annotations
@@ -72,11 +74,21 @@ def run(
     tokenizer = load_tokenizer(target)
     given = load_task(task, split="test", limit=prompts, data=data)
     shared = {
-        "target": _split(target)[0], "draft": _split(draft)[0], "names": [target, draft], "device": device,
-        "prompts": [given.encode(example, tokenizer, MOST_PROMPT_TOKENS) for example in given.examples],
-        "max_new_tokens": max_new_tokens, "draft_length": draft_length, "temperature": temperature, "dtype": dtype,
-        "tensor_parallel": tensor_parallel, "repetitions": repetitions, "stop": list(given.stop),
-    }  # fmt: skip
+        "target": _split(target)[0],
+        "draft": _split(draft)[0],
+        "names": [target, draft],
+        "device": device,
+        "prompts": [
+            given.encode(example, tokenizer, MOST_PROMPT_TOKENS) for example in given.examples
+        ],
+        "max_new_tokens": max_new_tokens,
+        "draft_length": draft_length,
+        "temperature": temperature,
+        "dtype": dtype,
+        "tensor_parallel": tensor_parallel,
+        "repetitions": repetitions,
+        "stop": list(given.stop),
+    }
     rows: list[dict] = []
     for theirs, ours in METHOD.items():
         first = len(rows)
@@ -84,18 +96,37 @@ def run(
             settings = shared | {"method": theirs, "relaxation": relaxation}
             rows += _rows(f"{name}+{ours}", _apart("engine", settings), given)
         _compare(rows[first:], f"vllm+{ours}")
-        rows += _rows(f"our loop+{ours}", _apart("loop", shared | {"method": ours, "relaxation": bundle}), given)
+        rows += _rows(
+            f"our loop+{ours}",
+            _apart("loop", shared | {"method": ours, "relaxation": bundle}),
+            given,
+        )
     return rows
 
 
 def _rows(case: str, found: dict, task: Task) -> list[dict]:
-    scores = [task.score(text, example) for text, example in zip(found["texts"], task.examples, strict=True)]
+    scores = [
+        task.score(text, example)
+        for text, example in zip(found["texts"], task.examples, strict=True)
+    ]
     mean, error = statistics.mean(scores), 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5
     speed = found["tokens_per_second"]
     return [
-        {"case": case, "value": statistics.median(speed), "unit": "tokens/s", "low": min(speed), "high": max(speed)},
+        {
+            "case": case,
+            "value": statistics.median(speed),
+            "unit": "tokens/s",
+            "low": min(speed),
+            "high": max(speed),
+        },
         {"case": case, "value": found["tokens_per_call"], "unit": "tokens a target call"},
-        {"case": case, "value": mean, "unit": task.metric, "low": mean - error, "high": mean + error},
+        {
+            "case": case,
+            "value": mean,
+            "unit": task.metric,
+            "low": mean - error,
+            "high": mean + error,
+        },
     ]
 
 
@@ -108,16 +139,20 @@ def _compare(rows: list[dict], base: str) -> None:
 
 
 def _apart(kind: str, settings: dict) -> dict:
-    """What `loop` or `engine` finds, in a process of its own: neither gives a GPU its memory back before it ends."""
+    """What `loop` or `engine` finds, in a process of its own: neither gives a GPU its memory back
+    before it ends.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        # -P: in this folder `vllm` would be this file. What vLLM logs, causes of errors with it, goes to its stdout;
-        # ours is the table's.
+        # -P: in this folder `vllm` would be this file. What vLLM logs, causes of errors with it,
+        # goes to its stdout; ours is the table's.
         command = [sys.executable, "-P", "-m", __name__, kind, str(file)]
         answer = subprocess.run(command, input=json.dumps(settings), stdout=2, text=True)
         if answer.returncode:
             case = f"{kind}, method {settings['method']}, relaxation {settings['relaxation']}"
-            raise ValueError(f"the process of {case} ended with {answer.returncode}; what it said stands above")
+            raise ValueError(
+                f"the process of {case} ended with {answer.returncode}; what it said stands above"
+            )
         return json.loads(file.read_text())
 
 
@@ -130,11 +165,17 @@ def loop(settings: dict) -> dict:
 
     pair = load_pair(*settings["names"], settings["dtype"], settings["device"])
     ours = Engine(
-        pair, settings["method"], settings["relaxation"], settings["draft_length"],
+        pair,
+        settings["method"],
+        settings["relaxation"],
+        settings["draft_length"],
         sampling=Sampling(settings["temperature"]),
-    )  # fmt: skip
+    )
     new_tokens, stop = settings["max_new_tokens"], tuple(settings["stop"])
-    requests = {seed: Request(tokens, seed, new_tokens, stop) for seed, tokens in enumerate(settings["prompts"])}
+    requests = {
+        seed: Request(tokens, seed, new_tokens, stop)
+        for seed, tokens in enumerate(settings["prompts"])
+    }
     for seed, request in requests.items():
         ours.check(seed, request)
     ours.run(requests, BATCH)  # on a GPU the steps are captured here
@@ -144,7 +185,11 @@ def loop(settings: dict) -> dict:
         done = list(ours.run(requests, BATCH).values())
         speeds.append(sum(len(text.tokens) for text in done) / (time.perf_counter() - began))
     calls, count = sum(text.target_calls for text in done), sum(len(text.tokens) for text in done)
-    return {"texts": [text.text for text in done], "tokens_per_second": speeds, "tokens_per_call": count / calls}
+    return {
+        "texts": [text.text for text in done],
+        "tokens_per_second": speeds,
+        "tokens_per_call": count / calls,
+    }
 
 
 def engine(settings: dict) -> dict:
@@ -152,21 +197,30 @@ def engine(settings: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     drafting = {
-        "method": "draft_model", "model": settings["draft"], "num_speculative_tokens": settings["draft_length"],
-        "draft_sample_method": "probabilistic", "rejection_sample_method": settings["method"],
-    }  # fmt: skip
+        "method": "draft_model",
+        "model": settings["draft"],
+        "num_speculative_tokens": settings["draft_length"],
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": settings["method"],
+    }
     relaxation = settings["relaxation"]
     served = LLM(
-        settings["target"], speculative_config=drafting, tensor_parallel_size=settings["tensor_parallel"],
-        dtype=settings["dtype"], additional_config={KEY: relaxation} if relaxation else {}, disable_log_stats=False,
-    )  # fmt: skip
+        settings["target"],
+        speculative_config=drafting,
+        tensor_parallel_size=settings["tensor_parallel"],
+        dtype=settings["dtype"],
+        additional_config={KEY: relaxation} if relaxation else {},
+        disable_log_stats=False,
+    )
     params = [
         SamplingParams(
-            temperature=settings["temperature"], seed=seed, max_tokens=settings["max_new_tokens"],
+            temperature=settings["temperature"],
+            seed=seed,
+            max_tokens=settings["max_new_tokens"],
             stop=settings["stop"] or None,
         )
         for seed in range(len(settings["prompts"]))
-    ]  # fmt: skip
+    ]
     prompts = [{"prompt_token_ids": tokens} for tokens in settings["prompts"]]
     served.generate(prompts[:8], params[:8], use_tqdm=False)
     before, speeds = _accepted(served), []
@@ -181,7 +235,9 @@ def engine(settings: dict) -> dict:
 
 
 def _accepted(engine) -> tuple[float, float]:
-    """Steps that had drafts, counted for each request, and drafted tokens accepted, since the engine began."""
+    """Steps that had drafts, counted for each request, and drafted tokens accepted, since the
+    engine began.
+    """
     values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
     return values["vllm:spec_decode_num_drafts"], values["vllm:spec_decode_num_accepted_tokens"]
 

@@ -1,4 +1,5 @@
-"""`diversed bench NAME --json FILE`: run benchmarks/NAME.py, print its table, keep it with the machine and versions.
+"""`diversed bench NAME --json FILE`: run benchmarks/NAME.py, print its table, keep it with the
+machine and versions.
 
 A benchmark is a module with a typed `run(*, option: type = default, ...) -> list of rows`. A row is
     case, value, unit     what was measured, and the number (a median), in `unit`
@@ -23,7 +24,10 @@ def bench(args: list[str]) -> None:
     from .options import parse
 
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: diversed bench NAME [--json FILE] [--option value ...]\n\nNAME: {', '.join(names())}")
+        print(
+            "usage: diversed bench NAME [--json FILE] [--option value ...]\n\nNAME:"
+            f" {', '.join(names())}"
+        )
         return
     name, rest = args[0], args[1:]
     if name not in names():
@@ -55,7 +59,12 @@ def _file(name: str) -> str:
 
 def record(rows: list[dict]) -> dict:
     """`rows` with where and when they were measured."""
-    return {"machine": machine(), "versions": versions(MEASURED), "date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows}
+    return {
+        "machine": machine(),
+        "versions": versions(MEASURED),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "rows": rows,
+    }
 
 
 def write(document: dict, file: str | Path) -> None:
@@ -71,10 +80,22 @@ def table(document: dict) -> str:
         ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row.get("vs", {}).items())
         lines.append((row["case"], f"{row['value']:.4g}", row["unit"], interval, ratios))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     about = ", ".join(f"{key} {value}" for key, value in document["versions"].items())
-    return "\n".join([*text, "", ", ".join(map(str, document["machine"].values())), f"{about}; {document['date']}"])
+    return "\n".join(
+        [
+            *text,
+            "",
+            ", ".join(map(str, document["machine"].values())),
+            f"{about}; {document['date']}",
+        ]
+    )
 
 
 def _json_option(parser) -> None:
-    parser.add_argument("--json", type=str | None, default=None, help="File for rows, machine and versions.")
+    parser.add_argument(
+        "--json", type=str | None, default=None, help="File for rows, machine and versions."
+    )

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from ..runtime.model import Pair
 
 # Options of an `Engine` besides the relaxation.
-TREE = ("method", "draft_length", "branches", "trunk", "drafting", "relax_leaf", "sampling", "compile")
+TREE = (
+    "method",
+    "draft_length",
+    "branches",
+    "trunk",
+    "drafting",
+    "relax_leaf",
+    "sampling",
+    "compile",
+)
 
 
 def decode_command(
@@ -49,40 +58,48 @@ def decode_command(
     compile: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Continue a prompt and stream the text, or continue every prompt of a file; end with statistics.
+    """Continue a prompt and stream the text, or continue every prompt of a file; end with
+    statistics.
 
-    Args:
-        prompt: the text to continue; `-` reads it from standard input.
-        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`, `max_new_tokens`,
+    Args: prompt: the text to continue; `-` reads it from standard input. input: file of prompts,
+        one JSON object a line with `prompt` and, optional, `id`, `seed`, `max_new_tokens`,
             `stop` and `relaxation`; lines of one relaxation are decoded together.
-        output: file of results, one JSON object for each line of the input, in its order; one that was begun with the
-            same options is continued, and ends with the same bytes.
-        target: folder, hub name or .gguf file of the model being served; by default the bundle's, else `sums-target`.
-        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else `sums-draft`.
-        method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer, package.module:NAME, or plain
-            (the target alone).
-        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2, typical:0.09,0.3 or a
-            bundle folder; after it `;bias=0.5` and `;budget=3`.
+        output: file of results, one JSON object for each line of the input, in its order; one that
+            was begun with the same options is continued, and ends with the same bytes.
+        target: folder, hub name or .gguf file of the model being served; by default the bundle's,
+            else `sums-target`.
+        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else
+            `sums-draft`.
+        method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer,
+            package.module:NAME, or plain (the target alone).
+        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2,
+            typical:0.09,0.3 or a bundle folder; after it `;bias=0.5` and `;budget=3`.
         draft_length: tokens on a drafted path.
-        branches: number of paths, or children of a node (one number, or one for each depth), where a tree is verified;
-            a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at each step: auto (gbv's number of paths),
-            entropy:NATS,SHAPE,SHAPE, confidence:PROBABILITY,TOKENS (a chain that ends behind a token the draft gave
-            less), or a folder of `diversed select` or a bundle that holds its network.
+        branches: number of paths, or children of a node (one number, or one for each depth), where
+            a tree is verified; a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at
+            each step: auto (gbv's number of paths), entropy:NATS,SHAPE,SHAPE,
+            confidence:PROBABILITY,TOKENS (a chain that ends behind a token the draft gave less), or
+            a folder of `diversed select` or a bundle that holds its network.
         trunk: single drafted tokens before a tree's first branching.
-        drafting: chain, paths, with_replacement, without_replacement or greedy, where a method is exact for several.
+        drafting: chain, paths, with_replacement, without_replacement or greedy, where a method is
+            exact for several.
         relax_leaf: run the draft on the last drafted token too and relax there.
         sampling: temperature, top_k, top_p, min_p of both models.
         max_new_tokens: tokens the text may have.
         stop: strings that end the text.
         chat: send the prompt through the tokenizer's chat template.
-        seed: of the request's random numbers; in a file, line i (from 0) has seed * 2^32 + i unless it names its own.
+        seed: of the request's random numbers; in a file, line i (from 0) has seed * 2^32 + i unless
+            it names its own.
         batch: prompts of a file decoded together; where one ends the next begins.
-        unit: lines of a file that are decoded and written together; what a kill cut off is decoded again.
-        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored half slower, float32.
+        unit: lines of a file that are decoded and written together; what a kill cut off is decoded
+            again.
+        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored
+            half slower, float32.
         device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads; auto takes the number with which a call of the target is fastest, at most OMP_NUM_THREADS.
-        compile: compile the steps with torch.compile: faster, after a minute for every batch size and tree; Llama
-            family only, on a CPU with a C++ compiler.
+        threads: CPU threads; auto takes the number with which a call of the target is fastest, at
+            most OMP_NUM_THREADS.
+        compile: compile the steps with torch.compile: faster, after a minute for every batch size
+            and tree; Llama family only, on a CPU with a C++ compiler.
         trust_remote_code: run model code that comes with a checkpoint.
     """
     options = dict(locals())
@@ -93,7 +110,9 @@ def decode_command(
     within(*SEEDS, seed=seed)
     check_stop(stop)
     if (prompt is None) == (input is None) or (input is None) != (output is None):
-        raise ValueError("`diversed decode` needs --prompt, or --input and --output for a file of prompts")
+        raise ValueError(
+            "`diversed decode` needs --prompt, or --input and --output for a file of prompts"
+        )
     if threads != "auto":
         torch.set_num_threads(threads)
     if input is None:
@@ -116,9 +135,13 @@ def _decode_prompt(options: dict[str, Any]) -> None:
         print(stream.add(new, ended), end="\n" if ended else "", flush=True)
 
     (completion,) = decode(
-        pair, [tokens], **{name: options[name] for name in ("relaxation", "max_new_tokens", *TREE)},
-        stop=stop, seeds=[options["seed"]], on_step=show,
-    )  # fmt: skip
+        pair,
+        [tokens],
+        **{name: options[name] for name in ("relaxation", "max_new_tokens", *TREE)},
+        stop=stop,
+        seeds=[options["seed"]],
+        on_step=show,
+    )
     print(statistics(completion), file=sys.stderr)
 
 
@@ -129,16 +152,23 @@ def _decode_file(options: dict[str, Any]) -> None:
     lines = read_lines(options["input"], options)
     results = Results(options["output"], lines, options["unit"])
     with exclusive(results.folder, "--output"):
-        # what was measured when the file was begun is not measured again: bytes could come to differ
+        # what was measured when the file was begun is not measured again: bytes could come to
+        # differ
         begun = results.begun()
-        options |= {name: begun[name] for name in ("threads", "dtype") if options[name] == "auto" and name in begun}
+        options |= {
+            name: begun[name]
+            for name in ("threads", "dtype")
+            if options[name] == "auto" and name in begun
+        }
         pair = _load(options)
         _settle_threads(options, pair, min(options["batch"], len(lines)))
         tree = {name: options[name] for name in TREE}
         relaxations = list(dict.fromkeys(line.relaxation for line in lines))
         made = {each: Engine(pair, relaxation=each, **tree) for each in relaxations}
         engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
-        requests = {i: _request(line, i, engines[i], options["chat"]) for i, line in enumerate(lines)}
+        requests = {
+            i: _request(line, i, engines[i], options["chat"]) for i, line in enumerate(lines)
+        }
         first = results.begin(_settings(options, pair, relaxations))
         done: list[Completion] = []
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -157,16 +187,22 @@ def _load(options: dict[str, Any]) -> Pair:
     from ..runtime.model import load_pair
 
     target, draft = _models(options["target"], options["draft"], options["relaxation"])
-    return load_pair(target, draft, options["dtype"], options["device"], options["trust_remote_code"])
+    return load_pair(
+        target, draft, options["dtype"], options["device"], options["trust_remote_code"]
+    )
 
 
 def _settle_threads(options: dict[str, Any], pair: Pair, rows: int) -> None:
-    """Measure what `threads` auto stands for, for steps of this many rows; on other devices it is 1."""
+    """Measure what `threads` auto stands for, for steps of this many rows; on other devices it is
+    1.
+    """
     from ..runtime.autotune import fastest_threads
 
     if options["threads"] == "auto":
         on_cpu = pair.target.device.type == "cpu"
-        options["threads"] = fastest_threads(pair.target, rows, options["draft_length"] + 1) if on_cpu else 1
+        options["threads"] = (
+            fastest_threads(pair.target, rows, options["draft_length"] + 1) if on_cpu else 1
+        )
 
 
 def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
@@ -186,43 +222,79 @@ def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> di
     from ..files import sha256
     from ..verifier.relax import parse
 
-    chosen = {name: value for name, value in options.items() if name not in ("prompt", "output", "trust_remote_code")}
-    heads = [Path(source) / "head.safetensors" for source in (parse(each).source for each in relaxations) if source]
+    chosen = {
+        name: value
+        for name, value in options.items()
+        if name not in ("prompt", "output", "trust_remote_code")
+    }
+    heads = [
+        Path(source) / "head.safetensors"
+        for source in (parse(each).source for each in relaxations)
+        if source
+    ]
     network = Path(str(options["branches"])) / "selector.safetensors"
-    return chosen | {
-        "input": sha256(options["input"]), "sampling": vars(options["sampling"]),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "target": {"name": pair.target.name, "hash": pair.target.hash},
-        "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
-        "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()}, "versions": versions(),
-    } | ({"selector": sha256(network)} if network.is_file() else {})  # fmt: skip
+    return (
+        chosen
+        | {
+            "input": sha256(options["input"]),
+            "sampling": vars(options["sampling"]),
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "target": {"name": pair.target.name, "hash": pair.target.hash},
+            "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
+            "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()},
+            "versions": versions(),
+        }
+        | ({"selector": sha256(network)} if network.is_file() else {})
+    )
 
 
 def statistics(completion: Completion) -> str:
     """What the text cost, one figure a line, each with what it counts."""
     c, count = completion, len(completion.tokens)
-    share = f"{c.accepted / c.drafted:.2f} ({c.accepted} of {c.drafted} drafted)" if c.drafted else "no draft"
-    weight = "" if c.mean_weight != c.mean_weight else f", mean weight of the draft {c.mean_weight:.2f}"
-    return "\n".join((
-        f"tokens: {count}, the end token included, in {c.seconds:.2f} s, {count / c.seconds:.1f} tokens/s",
-        f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls; the extra token counts)",
-        f"accepted share: {share}",
-        f"expected substitutions: {c.substitutions:.2f}, {100 * c.substitutions / count:.2f} per 100 tokens{weight}",
-    ))  # fmt: skip
+    share = (
+        f"{c.accepted / c.drafted:.2f} ({c.accepted} of {c.drafted} drafted)"
+        if c.drafted
+        else "no draft"
+    )
+    weight = (
+        "" if c.mean_weight != c.mean_weight else f", mean weight of the draft {c.mean_weight:.2f}"
+    )
+    return "\n".join(
+        (
+            (
+                f"tokens: {count}, the end token included, in {c.seconds:.2f} s,"
+                f" {count / c.seconds:.1f} tokens/s"
+            ),
+            (
+                f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls;"
+                " the extra token counts)"
+            ),
+            f"accepted share: {share}",
+            (
+                f"expected substitutions: {c.substitutions:.2f},"
+                f" {100 * c.substitutions / count:.2f} per 100 tokens{weight}"
+            ),
+        )
+    )
 
 
 def summary(done: list[Completion], seconds: dict[str, float]) -> str:
-    """What the texts of this run cost together, and a table of where the time went, by the stages there were."""
+    """What the texts of this run cost together, and a table of where the time went, by the stages
+    there were.
+    """
     tokens, calls = sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
     spent, total = sum(c.substitutions for c in done), sum(seconds.values())
     rows = [*((name, took) for name, took in seconds.items() if took), ("total", total)]
-    return "\n".join((
-        f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
-        f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
-        f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
-        "", "stage      seconds  share",
-        *(f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in rows),
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
+            f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
+            f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
+            "",
+            "stage      seconds  share",
+            *(f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in rows),
+        )
+    )
 
 
 def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str, str]:
@@ -230,7 +302,12 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
     from ..verifier.relax import parse
 
     parsed = parse(relaxation)
-    if (target is None or draft is None) and parsed.name == "learned" and parsed.source and ":" not in parsed.source:
+    if (
+        (target is None or draft is None)
+        and parsed.name == "learned"
+        and parsed.source
+        and ":" not in parsed.source
+    ):
         from ..runtime.bundle import read_card
 
         models = read_card(parsed.source)["models"]
@@ -240,5 +317,7 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:
     if chat and not tokenizer.chat_template:
-        raise ValueError("`chat` needs a tokenizer with a chat template, and this one has none; leave `chat` out")
+        raise ValueError(
+            "`chat` needs a tokenizer with a chat template, and this one has none; leave `chat` out"
+        )
     return prompt_tokens(text, tokenizer, chat)

@@ -29,19 +29,20 @@ def export(
     selector: str | None = None,
     format: Literal["bundle", "hf"] = "bundle",
 ) -> None:
-    """Write a bundle: the trained head with a card that says what it is for, checked when it is loaded.
+    """Write a bundle: the trained head with a card that says what it is for, checked when it is
+    loaded.
 
-    Args:
-        train: folder that `diversed train` wrote (head.safetensors and train.json).
-        out: folder to write the bundle to; an older bundle there is replaced.
-        draft_length: tokens drafted per target call the head is meant for; stated on the card.
-        bias: added to the gate's logit for good, larger is faster and further from the target; `;bias=` at run time
+    Args: train: folder that `diversed train` wrote (head.safetensors and train.json). out: folder
+        to write the bundle to; an older bundle there is replaced. draft_length: tokens drafted per
+        target call the head is meant for; stated on the card. bias: added to the gate's logit for
+        good, larger is faster and further from the target; `;bias=` at run time
             is counted from there.
-        any_pair: let the bundle be used with other models than it was trained for, with a warning; for gates that read
-            the two rows alone (features logits).
+        any_pair: let the bundle be used with other models than it was trained for, with a warning;
+            for gates that read the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
         selector: folder of `diversed select`: the bundle holds its network too, for --branches.
-        format: bundle, or hf: a bundle that is also a repository for `custom_generate` of transformers.
+        format: bundle, or hf: a bundle that is also a repository for `custom_generate` of
+            transformers.
     """
     if draft_length < 1:
         raise ValueError(f"`draft_length` must be at least 1 token, got {draft_length}")
@@ -52,8 +53,8 @@ def export(
     head = _read_head(run, training["head"])
     if any_pair and head.features != "logits":
         raise ValueError(
-            f"`any_pair` is for gates with features logits; the gate in {train} reads {head.features}, and the hidden "
-            "states of other models mean something else"
+            f"`any_pair` is for gates with features logits; the gate in {train} reads"
+            f" {head.features}, and the hidden states of other models mean something else"
         )
     add_bias(head, bias)
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
@@ -62,17 +63,27 @@ def export(
         from ..eval.speed import summarise
 
         add_frontier(out, summarise(results))
-    relaxation = out if card["head"]["blend"] == "probabilities" else f"'{out};blend={card['head']['blend']}'"
+    relaxation = (
+        out
+        if card["head"]["blend"] == "probabilities"
+        else f"'{out};blend={card['head']['blend']}'"
+    )
     print(f"bundle written to {out}: load it with --relaxation {relaxation}")
 
 
 def _read_training(run: Path) -> dict[str, Any]:
-    if missing := [name for name in ("train.json", "head.safetensors") if not (run / name).is_file()]:
-        raise FileNotFoundError(f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run")
+    if missing := [
+        name for name in ("train.json", "head.safetensors") if not (run / name).is_file()
+    ]:
+        raise FileNotFoundError(
+            f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run"
+        )
     try:
         training = json.loads((run / "train.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{run / 'train.json'} is not readable json ({error}); train again") from None
+        raise ValueError(
+            f"{run / 'train.json'} is not readable json ({error}); train again"
+        ) from None
     try:
         check_sizes(training["head"], run / "train.json")
         lacking = [key for key in ("target", "draft", *MANIFEST) if key not in training["manifest"]]
@@ -80,15 +91,21 @@ def _read_training(run: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError):
         lacking = ["head", "manifest"]
     if lacking or "traces_sha256" not in training:
-        raise ValueError(f"{run / 'train.json'} lacks {', '.join(lacking or ['traces_sha256'])}; train again")
+        raise ValueError(
+            f"{run / 'train.json'} lacks {', '.join(lacking or ['traces_sha256'])}; train again"
+        )
     return training
 
 
 def _read_head(run: Path, described: dict[str, Any]) -> WeightHead:
-    head = WeightHead(**{name: described[name] for name in ("features", "draft_hidden", "target_hidden", "width")})
+    head = WeightHead(
+        **{name: described[name] for name in ("features", "draft_hidden", "target_hidden", "width")}
+    )
     path = run / "head.safetensors"
     try:
         head.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path} is not the head that train.json describes ({error}); train again") from None
+        raise ValueError(
+            f"{path} is not the head that train.json describes ({error}); train again"
+        ) from None
     return head

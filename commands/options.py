@@ -1,7 +1,9 @@
-"""A command's options from its signature: parsing, `--config`, `--print_config`, and a sentence for what does not fit.
+"""A command's options from its signature: parsing, `--config`, `--print_config`, and a sentence for
+what does not fit.
 
 Built on jsonargparse. Added here: a flag needs no `true` (`--hidden`), a list needs no brackets
-(`--methods token block`, numbers also `--seeds 0,1`), a name that does not exist is answered with the nearest one.
+(`--methods token block`, numbers also `--seeds 0,1`), a name that does not exist is answered with
+the nearest one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from . import settings
 
 
-def parse(function: Callable, args: list[str], name: str, extra: Callable[[ArgumentParser], Any] | None = None) -> dict:
+def parse(
+    function: Callable,
+    args: list[str],
+    name: str,
+    extra: Callable[[ArgumentParser], Any] | None = None,
+) -> dict:
     """The keyword arguments for `function` that `args` and the settings file in them give.
 
     name: the command, as in `diversed gather`; its first word names the file's section.
@@ -38,8 +45,11 @@ def parse(function: Callable, args: list[str], name: str, extra: Callable[[Argum
     return read(parser, args, values, name)
 
 
-def make_parser(functions: dict[str, Callable], name: str, skip: Mapping[str, set] = MappingProxyType({})):
-    """A parser with the options of each function, under its key in `functions` (none where the key is empty).
+def make_parser(
+    functions: dict[str, Callable], name: str, skip: Mapping[str, set] = MappingProxyType({})
+):
+    """A parser with the options of each function, under its key in `functions` (none where the key
+    is empty).
 
     skip: for a key, the options to leave out.
     """
@@ -47,22 +57,34 @@ def make_parser(functions: dict[str, Callable], name: str, skip: Mapping[str, se
     doc = inspect.cleandoc(whole.__doc__ or "").split("\n\nArgs:")[0] if whole else None
     usage = f"diversed {name} [--config NAME_OR_PATH] [--option value ...]"
     parser = ArgumentParser(
-        prog=f"diversed {name}", usage=usage, description=doc, exit_on_error=False, allow_abbrev=False
+        prog=f"diversed {name}",
+        usage=usage,
+        description=doc,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config", action="config", help="A settings file, or the name of a packaged one.")
+    parser.add_argument(
+        "--config", action="config", help="A settings file, or the name of a packaged one."
+    )
     for key, function in functions.items():
-        parser.add_function_arguments(function, key or None, as_group=bool(key), skip=set(skip.get(key, ())))
+        parser.add_function_arguments(
+            function, key or None, as_group=bool(key), skip=set(skip.get(key, ()))
+        )
     return parser
 
 
 def read(parser: ArgumentParser, args: list[str], values: dict, name: str) -> dict:
-    """Parsed options as objects: `args` over `values` (from a settings file) over the signature's defaults."""
+    """Parsed options as objects: `args` over `values` (from a settings file) over the signature's
+    defaults.
+    """
     options = vars(parser.instantiate(check(parser, args, values, name)))
     return {key: value for key, value in options.items() if key != "config"}
 
 
 def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> Namespace:
-    """Options parsed and not yet made into objects; what does not fit is a ValueError with a sentence."""
+    """Options parsed and not yet made into objects; what does not fit is a ValueError with a
+    sentence.
+    """
     start = [f"--config={json.dumps(values, default=str)}"] if values else []
     try:
         return parser.parse_args(start + spell_out(parser, args, name))
@@ -86,11 +108,17 @@ def take_config(args: list[str]) -> tuple[list[str], Any]:
 
 
 def check_sections(values: dict, done: Collection[str], file: str) -> None:
-    """Refuse unknown keys in the sections of other commands too: a typo should not wait for its stage."""
+    """Refuse unknown keys in the sections of other commands too: a typo should not wait for its
+    stage.
+    """
     from ..cli import COMMANDS, command, reads_own_options
 
     for section in COMMANDS:
-        if section in done or not settings.is_section(section, values.get(section)) or not values.get(section):
+        if (
+            section in done
+            or not settings.is_section(section, values.get(section))
+            or not values.get(section)
+        ):
             continue
         function = command(section)
         if not reads_own_options(function):
@@ -105,7 +133,9 @@ def option_names(parser: ArgumentParser) -> list[str]:
 
 
 def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
-    """The command line as jsonargparse wants it: flags with a value, lists in brackets, only names that exist."""
+    """The command line as jsonargparse wants it: flags with a value, lists in brackets, only names
+    that exist.
+    """
     spelled, words = [], list(args)
     while words:
         word = words.pop(0)
@@ -125,7 +155,9 @@ def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
                 items = [item if inner is str else get_loader("yaml")(item) for item in items]
             except Exception:  # the loader's errors have no common type
                 given = " ".join(words[:following])
-                raise ValueError(f"`{option.strip('-')}` must be {describe(kind)}, got {given!r}") from None
+                raise ValueError(
+                    f"`{option.strip('-')}` must be {describe(kind)}, got {given!r}"
+                ) from None
             word, words = f"{word}={json.dumps(items)}", words[following:]
         elif following == 1 and words[0].startswith("-"):
             # argparse takes a bare -1e-3 for an option
@@ -136,7 +168,9 @@ def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
 
 def _item(kind: Any, values: list[str]) -> Any:
     """The type of an item where `values` are the items of a list, None where they are not."""
-    kinds = [inner for inner in get_args(kind) if inner is not NoneType] if _is_union(kind) else [kind]
+    kinds = (
+        [inner for inner in get_args(kind) if inner is not NoneType] if _is_union(kind) else [kind]
+    )
     lists = [inner for inner in kinds if get_origin(inner) in (list, tuple)]
     bare = _is_union(kind) and (values == ["null"] or (len(values) == 1 and len(kinds) > 1))
     return get_args(lists[0])[0] if lists and values and not bare else None
@@ -155,7 +189,9 @@ def _kind(parser: ArgumentParser, option: str, name: str) -> Any:
     if inside and getattr(inside[0], "_typehint", None) is not None:
         return None
     names = [f"--{key}" for key in option_names(parser)]
-    raise ValueError(f"`{option}` is not an option of `diversed {name}`{settings.nearest(option, names)}")
+    raise ValueError(
+        f"`{option}` is not an option of `diversed {name}`{settings.nearest(option, names)}"
+    )
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
@@ -163,16 +199,24 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     message = " ".join(str(error).split())
     missing = re.search(r"arguments are required: (.+)", message)
     if missing:
-        return f"`diversed {name}` needs {', '.join(f'--{key.strip()}' for key in missing[1].split(','))}"
+        return (
+            f"`diversed {name}` needs"
+            f" {', '.join(f'--{key.strip()}' for key in missing[1].split(','))}"
+        )
     extra = re.search(r"unrecognized arguments: (.+)", message)
     if extra:
-        return f"`{extra[1]}` is not understood by `diversed {name}`; options are written --name value"
+        return (
+            f"`{extra[1]}` is not understood by `diversed {name}`; options are written --name value"
+        )
     lonely = re.search(r"argument (--\S+): expected one argument", message)
     if lonely:
         return f"`{lonely[1].rstrip(',')}` needs a value"
     group = re.search(r'Parser key "([^"]+)": Unable to load config', message)
     if group:
-        return f"`{group[1]}` is a group of options, written --{group[1]}.NAME value; --help lists them"
+        return (
+            f"`{group[1]}` is a group of options, written --{group[1]}.NAME value; --help lists"
+            " them"
+        )
     typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value:(.*)', message)
     action = parser._option_string_actions.get(f"--{typed[1]}") if typed else None
     kind = getattr(action, "_typehint", None)
@@ -183,7 +227,10 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     names = [f"{typed[1]}.{field.name}" for inner in classes for field in fields(inner)]
     if unknown and names:
         key = unknown[1] or unknown[2]
-        return f"`{typed[1]}.{key}` is not an option of `diversed {name}`{settings.nearest(f'{typed[1]}.{key}', names)}"
+        return (
+            f"`{typed[1]}.{key}` is not an option of `diversed"
+            f" {name}`{settings.nearest(f'{typed[1]}.{key}', names)}"
+        )
     return f"`{typed[1]}` must be {describe(kind)}, got {typed[2].strip() or 'nothing'}"
 
 
@@ -196,5 +243,11 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(item) for item in inner)
     if origin in (list, tuple):
         return f"a list, each item {describe(inner[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        NoneType: "null",
+    }
     return words.get(kind) or getattr(kind, "__name__", str(kind))

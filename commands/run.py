@@ -1,12 +1,14 @@
-"""`diversed run`: the whole story, gather -> train -> export -> eval, with one settings file and one folder.
+"""`diversed run`: the whole story, gather -> train -> export -> eval, with one settings file and
+one folder.
 
     OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
     OUT/train/    what `diversed train` wrote           OUT/results.jsonl  and frontier.png, by `diversed eval`
     OUT/report.html   what `diversed report` makes of all of them
     OUT/round-1/, round-2/, ... and rounds.json in place of traces/ and train/, with --rounds 2 or more
 
-Every stage notices by itself what it has already done, so the same command again continues where it stopped.
-All options of all stages are read before the first one starts: a typo in the last does not cost the first.
+Every stage notices by itself what it has already done, so the same command again continues where it
+stopped. All options of all stages are read before the first one starts: a typo in the last does not
+cost the first.
 """
 
 from __future__ import annotations
@@ -35,15 +37,17 @@ def story(
 ) -> None:
     """Gather, train, export and evaluate with one settings file; complete stages are skipped.
 
-    Options of a stage are written --STAGE.option; what several stages share may be written once, as in --seed 1.
-    Those of training are listed by `diversed train --help` and written --train.model.lr and so on.
+    Options of a stage are written --STAGE.option; what several stages share may be written once, as
+    in --seed 1. Those of training are listed by `diversed train --help` and written
+    --train.model.lr and so on.
 
-    Args:
-        out: folder for everything; by default runs/ and the name of the settings file.
-        biases: the trained gate is evaluated with each of these added to its logit; larger is faster and less exact.
-        rounds: gather and train up to this often, each time at the gate so far, until the texts earn what the fit
+    Args: out: folder for everything; by default runs/ and the name of the settings file. biases:
+        the trained gate is evaluated with each of these added to its logit; larger is faster and
+        less exact. rounds: gather and train up to this often, each time at the gate so far, until
+        the texts earn what the fit
             predicted; then bias 0 is the point that `max_drop` asks for.
-        max_drop: mean reward that the gate of a round may cost by the fit's prediction, in the reward's unit.
+        max_drop: mean reward that the gate of a round may cost by the fit's prediction, in the
+            reward's unit.
     """
 
 
@@ -54,7 +58,9 @@ def run(args: list[str]) -> None:
     printing = "--print_config" in args
     stages = {stage: command(stage) for stage in DECIDED}
     parser = options.make_parser({"": story, **stages}, "run", skip=DECIDED)
-    words, train_words = _share([word for word in args if word != "--print_config"], options.option_names(parser))
+    words, train_words = _share(
+        [word for word in args if word != "--print_config"], options.option_names(parser)
+    )
     default = {"out": f"runs/{file.stem if file else 'run'}"}
     parsed = options.check(parser, words, default | _chosen(values, parser, where), "run")
     plan = vars(parser.instantiate(parsed))
@@ -62,19 +68,25 @@ def run(args: list[str]) -> None:
     out = Path(plan["out"])
     if ";" in str(out):
         raise ValueError(
-            f"`out` must have no `;` in it, as the trained gate is called by this folder's name, got {out}"
+            "`out` must have no `;` in it, as the trained gate is called by this folder's name,"
+            f" got {out}"
         )
     trained = _check_training([*train_words, *_places(out)], values, where)
     if printing:
         print(_as_file(parser.dump(parsed), trained), end="")
         return
     _refuse_bad_rounds(plan, trained)
-    _tell(out, plan, stages, [*([f"--config={file}"] if file else []), *train_words], _blend(trained))
+    _tell(
+        out, plan, stages, [*([f"--config={file}"] if file else []), *train_words], _blend(trained)
+    )
 
 
 def _places(out: Path, traces: list[str] | None = None) -> list[str]:
     """The words that tell training where it reads and writes."""
-    return [f"--data.traces={json.dumps(traces) if traces else out / 'traces'}", f"--out={out / 'train'}"]
+    return [
+        f"--data.traces={json.dumps(traces) if traces else out / 'traces'}",
+        f"--out={out / 'train'}",
+    ]
 
 
 def _blend(trained: str) -> str:
@@ -85,13 +97,20 @@ def _blend(trained: str) -> str:
 def _refuse_bad_rounds(plan: dict[str, Any], trained: str) -> None:
     within(1, rounds=plan["rounds"])
     if not 0 <= plan["max_drop"] < float("inf"):
-        raise ValueError(f"`max_drop` must be a reward of at least 0 that may be lost, got {plan['max_drop']}")
+        raise ValueError(
+            f"`max_drop` must be a reward of at least 0 that may be lost, got {plan['max_drop']}"
+        )
     if plan["rounds"] > 1 and not yaml.safe_load(trained)["data"]["validation"]:
-        raise ValueError("`rounds` compare a fit with texts of held-out prompts; give --train.data.validation 0.1")
+        raise ValueError(
+            "`rounds` compare a fit with texts of held-out prompts; give"
+            " --train.data.validation 0.1"
+        )
 
 
 def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
-    """A relaxation or method that does not exist is found before the first stage, not by the stage that needs it."""
+    """A relaxation or method that does not exist is found before the first stage, not by the stage
+    that needs it.
+    """
     from ..verifier.relax import parse
     from .eval import every_cell
 
@@ -100,14 +119,18 @@ def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
     every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds, *at)
 
 
-def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str], blend: str) -> None:
+def _tell(
+    out: Path, plan: dict[str, Any], stages: dict, train_words: list[str], blend: str
+) -> None:
     """The stages in order, a heading and the elapsed time for each."""
     bundle = str(out / "bundle")
     gather, export, evaluate = (vars(plan[stage]) for stage in stages)
     learned = [f"{bundle}{blend}" + (f";bias={bias:g}" if bias else "") for bias in plan["biases"]]
     evaluate["relaxations"] = [*evaluate["relaxations"], *learned]
     if plan["rounds"] > 1:
-        chapters = {"rounds": lambda: _rounds(out, plan, stages, gather, export, train_words, blend)}
+        chapters = {
+            "rounds": lambda: _rounds(out, plan, stages, gather, export, train_words, blend)
+        }
     else:
         chapters = {
             "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
@@ -133,7 +156,13 @@ def _tell(out: Path, plan: dict[str, Any], stages: dict, train_words: list[str],
 
 
 def _rounds(
-    out: Path, plan: dict[str, Any], stages: dict, gather: dict, export: dict, train_words: list[str], blend: str
+    out: Path,
+    plan: dict[str, Any],
+    stages: dict,
+    gather: dict,
+    export: dict,
+    train_words: list[str],
+    blend: str,
 ) -> None:
     """Gather and train in rounds; the last head becomes the bundle."""
     from ..train.rounds import Stages, run_rounds
@@ -145,9 +174,16 @@ def _rounds(
 
     commands = Stages(
         gather=lambda to, relaxation, first: stages["gather"](
-            **{**gather, "out": to, "relaxation": relaxation, "first_sample": gather["first_sample"] + first}
+            **{
+                **gather,
+                "out": to,
+                "relaxation": relaxation,
+                "first_sample": gather["first_sample"] + first,
+            }
         ),
-        train=lambda traces, to: command("train")([*train_words, *_places(Path(to).parent, traces)]),
+        train=lambda traces, to: command("train")(
+            [*train_words, *_places(Path(to).parent, traces)]
+        ),
         export=write,
     )
     first, samples = gather["relaxation"], gather["samples"]
@@ -166,7 +202,9 @@ def _publish(bundle: str, out: Path, trust_remote_code: bool) -> None:
 
 
 def _chosen(values: dict, parser, file: str) -> dict:
-    """What every stage takes from the settings file, under the stage's name; and the story's own section."""
+    """What every stage takes from the settings file, under the stage's name; and the story's own
+    section.
+    """
     names = options.option_names(parser)
     own = [name for name in names if name.split(".")[0] not in DECIDED]
     chosen = settings.select({"run": values.get("run")}, "run", own, file)
@@ -177,7 +215,9 @@ def _chosen(values: dict, parser, file: str) -> dict:
 
 
 def _share(args: list[str], names: list[str]) -> tuple[list[str], list[str]]:
-    """Words for the parser of `run`, with shared options written out for every stage; and those for training."""
+    """Words for the parser of `run`, with shared options written out for every stage; and those for
+    training.
+    """
     words, train = [], []
     for option, values in _grouped(args):
         name = option.removeprefix("--").partition("=")[0]
@@ -207,7 +247,9 @@ def _grouped(args: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _check_training(words: list[str], values: dict, file: str) -> str:
-    """Read the options of training before the first stage starts; as YAML, what training will run with."""
+    """Read the options of training before the first stage starts; as YAML, what training will run
+    with.
+    """
     from jsonargparse import capture_parser
 
     parser = capture_parser(lambda: command("train")([]))
@@ -226,8 +268,9 @@ def _refuse_several_processes(trainer: Any) -> None:
     launched, _ = worker(None, None)
     if launched > 1 or str(trainer["devices"]) != "1" or trainer["num_nodes"] != 1:
         raise ValueError(
-            f"`diversed run` is for one process, got {launched} with train.trainer.devices {trainer['devices']} and "
-            f"num_nodes {trainer['num_nodes']}; run the stages one by one, of which gather and train share their work"
+            f"`diversed run` is for one process, got {launched} with train.trainer.devices"
+            f" {trainer['devices']} and num_nodes {trainer['num_nodes']}; run the stages one by"
+            " one, of which gather and train share their work"
         )
 
 
@@ -237,7 +280,9 @@ def _as_file(parsed: str, trained: str) -> str:
 
     plan = get_loader("yaml")(parsed)
     stages = {stage: plan.pop(stage) for stage in DECIDED}
-    return yaml.safe_dump({"run": plan, **stages, "train": get_loader("yaml")(trained)}, sort_keys=False)
+    return yaml.safe_dump(
+        {"run": plan, **stages, "train": get_loader("yaml")(trained)}, sort_keys=False
+    )
 
 
 def _under(names: list[str], stage: str) -> list[str]:

@@ -1,14 +1,16 @@
 """`diversed selfcheck`: are the laws exact on this device? By enumeration, then by sampling.
 
-Enumeration needs no luck: for tiny vocabularies every draft is listed, the method states its law on the device, and
-the law of the text is compared with the target's. Sampling then covers what enumeration cannot see, the draw itself in
-single precision: texts are drafted, verified, drawn and counted, and the counts are compared with the target's law by
-Pearson's chi-square.
+Enumeration needs no luck: for tiny vocabularies every draft is listed, the method states its law on
+the device, and the law of the text is compared with the target's. Sampling then covers what
+enumeration cannot see, the draw itself in
+single precision: texts are drafted, verified, drawn and counted, and the counts are compared with
+the target's law by Pearson's chi-square.
 
-Power of the sampling test. With n texts and a law that is off by TV d, the statistic is noncentral chi-square with
-noncentrality n sum(difference^2 / p) >= 4 n d^2, by Cauchy and Schwarz. For n = 400,000, d = 0.01 and the 26 degrees
-of freedom of three tokens of V = 3 that is 160, against a threshold of 61.7 for a false alarm of 1e-4: an error of
-0.01 is missed less than once in 100 million runs. Smaller ones are left to the enumeration.
+Power of the sampling test. With n texts and a law that is off by TV d, the statistic is noncentral
+chi-square with noncentrality n sum(difference^2 / p) >= 4 n d^2, by Cauchy and Schwarz. For n =
+400,000, d = 0.01 and the 26 degrees of freedom of three tokens of V = 3 that is 160, against a
+threshold of 61.7 for a false alarm of 1e-4: an error of 0.01 is missed less than once in 100
+million runs. Smaller ones are left to the enumeration.
 """
 
 from __future__ import annotations
@@ -79,13 +81,16 @@ def selfcheck(method: str = "all", device: str = "cpu", seed: int = 0) -> bool:
             table.add_row(name, drafting, str(count), f"{error:.1e}", f"{chance:.3f}", verdict)
     Console().print(table)
     Console().print(
-        f"laws: every draft enumerated, bound {BOUNDS[dtype]:g}. sampling: {TEXTS:,} texts in float32; an error of "
-        f"0.01 in total variation is missed with probability below 1e-8, a sound law refused with {FALSE_ALARM:g}."
+        f"laws: every draft enumerated, bound {BOUNDS[dtype]:g}. sampling: {TEXTS:,} texts in"
+        " float32; an error of 0.01 in total variation is missed with probability below 1e-8, a"
+        f" sound law refused with {FALSE_ALARM:g}."
     )
     return sound
 
 
-def enumerated(entry: Method, drafting: str, device: str, dtype: torch.dtype, seed: int) -> tuple[int, float]:
+def enumerated(
+    entry: Method, drafting: str, device: str, dtype: torch.dtype, seed: int
+) -> tuple[int, float]:
     """(laws compared, largest difference of a text's probability from the target's)."""
     count, worst = 0, 0.0
     for kind in KINDS:
@@ -94,7 +99,9 @@ def enumerated(entry: Method, drafting: str, device: str, dtype: torch.dtype, se
                 generator = torch.Generator().manual_seed(seed + count)
                 pair = random_pair(vocabulary, max(depths(parents)) + 1, kind, generator)
                 every = drafts(pair, drafting, parents)
-                found = text_law(every, _law_on(entry, every, device, dtype), pair.target, pair.length)
+                found = text_law(
+                    every, _law_on(entry, every, device, dtype), pair.target, pair.length
+                )
                 worst = max(worst, (found - model_law(pair.target, pair.length)).abs().max().item())
                 count += 1
     return count, worst
@@ -121,7 +128,9 @@ def _chosen(name: str) -> dict[str, Method]:
     return METHODS if name == "all" else {name: method(name)}
 
 
-def _law_on(entry: Method, every: Drafts, device: str, dtype: torch.dtype, back: bool = True) -> Law:
+def _law_on(
+    entry: Method, every: Drafts, device: str, dtype: torch.dtype, back: bool = True
+) -> Law:
     """The method's law of all drafts, computed on the device, as float64 on the CPU if `back`."""
     tree = every.tree
     moved = replace(

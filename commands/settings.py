@@ -5,8 +5,10 @@
     gather:                      # a section: for one command, over what is shared
       samples: 4
 
-A file that `diversed COMMAND --print_config` printed is one too. A name without a folder or `.yaml` is looked up
-in the package: `quickstart` is configs/quickstart.yaml. Every key must be known; the nearest one is named if not.
+A file that `diversed COMMAND --print_config` printed is one too. A name without a folder or `.yaml`
+is looked up
+in the package: `quickstart` is configs/quickstart.yaml. Every key must be known; the nearest one is
+    named if not.
 """
 
 from __future__ import annotations
@@ -19,9 +21,18 @@ from ..files import nearest
 
 FOLDER = Path(__file__).parents[1] / "configs"
 SHARED = (
-    "target", "draft", "dtype", "device", "trust_remote_code", "task", "data", "sampling", "draft_length",
-    "max_new_tokens", "seed",
-)  # fmt: skip
+    "target",
+    "draft",
+    "dtype",
+    "device",
+    "trust_remote_code",
+    "task",
+    "data",
+    "sampling",
+    "draft_length",
+    "max_new_tokens",
+    "seed",
+)
 
 
 def find(name: str) -> Path:
@@ -36,7 +47,9 @@ def find(name: str) -> Path:
         return packaged[name]
     if path.is_file():
         return path
-    raise ValueError(f"`--config` {name} is neither a file nor a packaged configuration{nearest(name, packaged)}")
+    raise ValueError(
+        f"`--config` {name} is neither a file nor a packaged configuration{nearest(name, packaged)}"
+    )
 
 
 def load(path: Path) -> dict:
@@ -60,14 +73,17 @@ def load(path: Path) -> dict:
 def select(values: Mapping, command: str, options: Iterable[str], file: str) -> dict:
     """What `command` takes from a file: the shared keys it has, over them its own section.
 
-    options: every option of the command, nested ones as `sampling.temperature`; file: named in errors.
+    options: every option of the command, nested ones as `sampling.temperature`; file: named in
+        errors.
     """
     options = set(options)
     top = {key: value for key, value in values.items() if not is_section(key, value)}
     known = options | set(SHARED) | set(COMMANDS)
     for key in top:
         if key in COMMANDS and not _accepts(options, key):
-            raise ValueError(f"section `{key}` of {file} must hold options, one a line, got {top[key]!r}")
+            raise ValueError(
+                f"section `{key}` of {file} must hold options, one a line, got {top[key]!r}"
+            )
         if not _accepts(options, key) and key not in SHARED:
             raise ValueError(f"`{key}` at the top of {file} is not an option{nearest(key, known)}")
     chosen = {key: value for key, value in top.items() if _accepts(options, key)}
@@ -76,15 +92,22 @@ def select(values: Mapping, command: str, options: Iterable[str], file: str) -> 
     where = f"in section `{command}` of {file}" if own else f"in {file}"
     for key in flatten(chosen):
         if not _accepts(options, key) and not _inside_leaf(options, key):
-            raise ValueError(f"`{key}` {where} is not an option of `diversed {command}`{nearest(key, options)}")
+            raise ValueError(
+                f"`{key}` {where} is not an option of `diversed {command}`{nearest(key, options)}"
+            )
         inside = sorted(option for option in options if option.startswith(f"{key}."))
         if inside:
-            raise ValueError(f"`{key}` {where} must hold options such as {inside[0]}, one a line, got no such lines")
+            raise ValueError(
+                f"`{key}` {where} must hold options such as {inside[0]}, one a line, got no such"
+                " lines"
+            )
     return chosen
 
 
 def is_section(key: str, value: object) -> bool:
-    """Whether a top-level key opens a command's section (`train: runs/head` is an option of another command)."""
+    """Whether a top-level key opens a command's section (`train: runs/head` is an option of another
+    command).
+    """
     return key in COMMANDS and (value is None or isinstance(value, Mapping))
 
 
@@ -101,7 +124,9 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
     """Every key of nested mappings, as `sampling.temperature`."""
     keys = []
     for key, value in values.items():
-        keys += flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        keys += (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        )
     return keys
 
 
@@ -110,7 +135,11 @@ def _accepts(options: set[str], key: str) -> bool:
 
 
 def _inside_leaf(options: set[str], key: str) -> bool:
-    """Whether `key` lies in an option that holds a mapping of its own (`model.init_args.x` under `model`)."""
+    """Whether `key` lies in an option that holds a mapping of its own (`model.init_args.x` under
+    `model`).
+    """
     parents = key.split(".")[:-1]
     leaves = (".".join(parents[: depth + 1]) for depth in range(len(parents)))
-    return any(leaf in options and not any(o.startswith(f"{leaf}.") for o in options) for leaf in leaves)
+    return any(
+        leaf in options and not any(o.startswith(f"{leaf}.") for o in options) for leaf in leaves
+    )

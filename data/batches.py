@@ -1,8 +1,9 @@
 """Traces as batches for training: whole texts, padded to the longest of the batch.
 
-The scalars of all texts stay in memory (about 80 bytes a token); hidden states (2 bytes a number, the bulk of a trace)
-stay on disk and are read text by text. The order of an epoch is a pure function of (seed, epoch), so a resumed run sees
-the same batches. Held-out prompts are a pure function of the seed alone, the same in every folder of traces.
+The scalars of all texts stay in memory (about 80 bytes a token); hidden states (2 bytes a number,
+the bulk of a trace) stay on disk and are read text by text. The order of an epoch is a pure
+function of (seed, epoch), so a resumed run sees the same batches. Held-out prompts are a pure
+function of the seed alone, the same in every folder of traces.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..files import sha256
 from .traces import MANIFEST, Shard, read_manifest, read_shard
 
-# Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes care of the rest.
+# Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes
+# care of the rest.
 PADDING = {
-    "target_prob": 1.0, "draft_prob": 1.0, "tv": 0.0, "weight": 0.5, "substituted": False, "features": 0.0,
-    "hidden": 0.0, "target_top": 0.0, "draft_top": 0.0, "target_rest": 0.0, "draft_rest": 0.0,
-}  # fmt: skip
+    "target_prob": 1.0,
+    "draft_prob": 1.0,
+    "tv": 0.0,
+    "weight": 0.5,
+    "substituted": False,
+    "features": 0.0,
+    "hidden": 0.0,
+    "target_top": 0.0,
+    "draft_top": 0.0,
+    "target_rest": 0.0,
+    "draft_rest": 0.0,
+}
 PER_TEXT = ("reward", "advantage", "base", "graded", "counts")
 SCALARS = ("target_prob", "draft_prob", "tv", "weight", "substituted", "features")
 LOGITS = ("target_top", "draft_top", "target_rest", "draft_rest")
@@ -33,20 +44,25 @@ LOGITS = ("target_top", "draft_top", "target_rest", "draft_rest")
 class Texts(Dataset):
     """The texts of one or several folders of traces.
 
-    Item i is a dict of target_prob, draft_prob, tv, weight, substituted [T], features [T, 12], hidden [T, H] float16
-    and the log-probabilities of `LOGITS` (if asked for), reward, advantage, base, graded and counts []. The advantage
-    is the reward minus the mean reward of the prompt's texts in the same folder; the base is what the target's own text
-    of that prompt is expected to earn; graded says whether any reward is neither 0 nor 1; counts is False for the item
-    ~i, which is text i in the hands of a process that has none.
+    Item i is a dict of target_prob, draft_prob, tv, weight, substituted [T], features [T, 12],
+    hidden [T, H] float16 and the log-probabilities of `LOGITS` (if asked for), reward, advantage,
+    base, graded and counts []. The advantage is the reward minus the mean reward of the prompt's
+    texts in the same folder; the base is what the target's own text of that prompt is expected to
+    earn; graded says whether any reward is neither 0 nor 1; counts is False for the item ~i, which
+    is text i in the hands of a process that has none.
     """
 
-    def __init__(self, folders: list[str], hidden: bool = False, logits: bool = False, reward: str = "task"):
+    def __init__(
+        self, folders: list[str], hidden: bool = False, logits: bool = False, reward: str = "task"
+    ):
         self._files: dict[Path, object] = {}
         self._kept = (*SCALARS, *(LOGITS if logits else ()))
         columns: dict[str, list[Tensor]] = {
             name: [] for name in (*self._kept, "start", "length", "reward", "prompt", "group")
         }
-        self._where: list[tuple[Path, int]] = []  # of every text: its file and first position there, for hidden states
+        self._where: list[
+            tuple[Path, int]
+        ] = []  # of every text: its file and first position there, for hidden states
         self._hidden, offset = hidden, 0
         for number, folder in enumerate(folders):
             manifest = read_manifest(folder)
@@ -60,14 +76,20 @@ class Texts(Dataset):
                 columns["reward"].append(shard.reward if reward == "task" else likelihood(shard))
                 columns["prompt"].append(shard.prompt)
                 columns["group"].append(shard.prompt + (number << 40))
-                self._where += [(Path(folder) / entry["file"], int(start)) for start in shard.start[:-1]]
+                self._where += [
+                    (Path(folder) / entry["file"], int(start)) for start in shard.start[:-1]
+                ]
                 offset += shard.tokens
         self._columns = {name: torch.cat(parts) for name, parts in columns.items()}
-        self.prompt, self.length, self.reward = (self._columns[name] for name in ("prompt", "length", "reward"))
+        self.prompt, self.length, self.reward = (
+            self._columns[name] for name in ("prompt", "length", "reward")
+        )
         self.folder = self._columns["group"] >> 40  # which of the folders a text is from
         self.advantage = advantage(self.reward, self._columns["group"])
         starts = self._columns["start"]
-        self.base = base(self.reward, self.prompt, untouched(self._columns["substituted"], starts, self.length))
+        self.base = base(
+            self.reward, self.prompt, untouched(self._columns["substituted"], starts, self.length)
+        )
         self.graded = ((self.reward != 0) & (self.reward != 1)).any().expand(len(self.reward))
 
     def __len__(self) -> int:
@@ -84,7 +106,9 @@ class Texts(Dataset):
         return item | {"counts": torch.tensor(counts)}
 
     def speed(self, chosen: Tensor) -> tuple[float, float]:
-        """(step acceptance, expected substitutions a text) of the texts `chosen` [S] bool under their own weights."""
+        """(step acceptance, expected substitutions a text) of the texts `chosen` [S] bool under
+        their own weights.
+        """
         at = torch.repeat_interleave(chosen, self.length)
         weight, tv = (self._columns[name][at].double() for name in ("weight", "tv"))
         return float((1 - (1 - weight) * tv).mean()), float((weight * tv).sum() / chosen.sum())
@@ -97,10 +121,14 @@ class Texts(Dataset):
 
 
 def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of B texts padded to T positions: what an item holds with axes [B, T, ...], and mask [B, T] bool."""
+    """A batch of B texts padded to T positions: what an item holds with axes [B, T, ...], and mask
+    [B, T] bool.
+    """
     length = torch.tensor([len(item["tv"]) for item in items])
     batch = {
-        name: pad_sequence([item[name] for item in items], batch_first=True, padding_value=PADDING[name])
+        name: pad_sequence(
+            [item[name] for item in items], batch_first=True, padding_value=PADDING[name]
+        )
         for name in PADDING
         if name in items[0]
     }
@@ -111,12 +139,15 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Order(Sampler):
     """This process's texts out of `index` [S] in an order that is a pure function of (seed, epoch).
 
-    A batch is `batch` texts over all processes; of each, process `rank` of `world` has every world-th from the rank-th
-    on. Where the last batch has none for it, it gets a text that does not count (the complement of an index): processes
-    step together. No seed leaves the order as it is. Lightning calls `set_epoch`.
+    A batch is `batch` texts over all processes; of each, process `rank` of `world` has every
+    world-th from the rank-th on. Where the last batch has none for it, it gets a text that does not
+    count (the complement of an index): processes step together. No seed leaves the order as it is.
+    Lightning calls `set_epoch`.
     """
 
-    def __init__(self, index: Tensor, seed: int | None = None, batch: int = 1, world: int = 1, rank: int = 0):
+    def __init__(
+        self, index: Tensor, seed: int | None = None, batch: int = 1, world: int = 1, rank: int = 0
+    ):
         assert batch % world == 0, f"{world} processes cannot share {batch} texts"
         self.index, self.seed, self.epoch = index, seed, 0
         self.each, self.world, self.rank = batch // world, world, rank
@@ -140,14 +171,13 @@ class Order(Sampler):
 class TraceModule(LightningDataModule):
     """Training and held-out texts from folders of traces.
 
-    Args:
-        traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of models and one task).
-        batch: texts in a step, shared out to the processes where there are several.
-        validation: share of the prompts held out; their texts are never trained on.
-        seed: decides the held-out prompts and the order of the texts.
-        hidden: read the hidden states; set from the head's features.
-        logits: read the stored log-probabilities; set from the blend.
-        reward: task, the task's score; or likelihood, which needs no references: the mean log-probability of a text's
+    Args: traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of
+        models and one task). batch: texts in a step, shared out to the processes where there are
+        several. validation: share of the prompts held out; their texts are never trained on. seed:
+        decides the held-out prompts and the order of the texts. hidden: read the hidden states; set
+        from the head's features. logits: read the stored log-probabilities; set from the blend.
+        reward: task, the task's score; or likelihood, which needs no references: the mean
+        log-probability of a text's
             tokens under the target, nats.
     """
 
@@ -165,7 +195,9 @@ class TraceModule(LightningDataModule):
         if batch < 1:
             raise ValueError(f"`batch` must be at least 1 text, got {batch}")
         if not 0 <= validation < 1:
-            raise ValueError(f"`validation` must be in [0, 1), the share of prompts held out, got {validation}")
+            raise ValueError(
+                f"`validation` must be in [0, 1), the share of prompts held out, got {validation}"
+            )
         self.folders = [traces] if isinstance(traces, str | Path) else list(traces)
         if not self.folders:
             raise ValueError("`traces` must name at least one folder of traces, got none")
@@ -176,10 +208,16 @@ class TraceModule(LightningDataModule):
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
-        if logits and len(counts := {manifest.get("store_logits", 0) for manifest in self.manifests} - {0}) > 1:
+        if (
+            logits
+            and len(
+                counts := {manifest.get("store_logits", 0) for manifest in self.manifests} - {0}
+            )
+            > 1
+        ):
             raise ValueError(
-                f"the folders of `traces` store {sorted(counts)} log-probabilities a token, expected one number; "
-                "gather all with the same --store_logits"
+                f"the folders of `traces` store {sorted(counts)} log-probabilities a token,"
+                " expected one number; gather all with the same --store_logits"
             )
         self.texts: Texts | None = None
 
@@ -200,12 +238,15 @@ class TraceModule(LightningDataModule):
         if self.texts is not None:
             return
         self.texts = Texts(self.folders, self.hidden, self.logits, self.reward)
-        held = held_out(max(manifest["prompts"] for manifest in self.manifests), self.validation, self.seed)
+        held = held_out(
+            max(manifest["prompts"] for manifest in self.manifests), self.validation, self.seed
+        )
         mine = torch.isin(self.texts.prompt, held)
         self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
         if not len(self.train_index):
             raise ValueError(
-                f"`validation` {self.validation} holds out every prompt of {self.folders[0]}; choose a smaller one"
+                f"`validation` {self.validation} holds out every prompt of {self.folders[0]};"
+                " choose a smaller one"
             )
 
     def train_dataloader(self) -> DataLoader:
@@ -215,14 +256,18 @@ class TraceModule(LightningDataModule):
         return self._loader(self.held_index) if len(self.held_index) else []
 
     def _loader(self, index: Tensor, seed: int | None = None) -> DataLoader:
-        world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        world, rank = (
+            (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        )
         order = Order(index, seed, self.batch, world, rank)
         return DataLoader(self.texts, order.each, sampler=order, collate_fn=collate)
 
     def sample_inputs(self, most: int = 16384) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Inputs of the gate at up to about `most` evenly spaced training positions, to fit its standardisation.
+        """Inputs of the gate at up to about `most` evenly spaced training positions, to fit its
+        standardisation.
 
-        Returns features [X, 12], hidden [X, H] or None, weight [X] (the draft's share they were sampled with).
+        Returns features [X, 12], hidden [X, H] or None, weight [X] (the draft's share they were
+        sampled with).
         """
         stride = max(1, int(self.texts.length[self.train_index].sum()) // most)
         parts: dict[str, list[Tensor]] = {"features": [], "hidden": [], "weight": []}
@@ -240,8 +285,9 @@ class TraceModule(LightningDataModule):
 def advantage(reward: Tensor, group: Tensor) -> Tensor:
     """Reward minus the mean reward of its group.
 
-    reward: [S]; group: [S] int64, equal for the texts of one prompt and one gate. Returns [S].
-    With K texts a group the own reward is in the mean, so the expected gradient is (K - 1) / K of the true one.
+    reward: [S]; group: [S] int64, equal for the texts of one prompt and one gate. Returns [S]. With
+    K texts a group the own reward is in the mean, so the expected gradient is (K - 1) / K of the
+    true one.
     """
     _, index = torch.unique(group, return_inverse=True)
     count = torch.bincount(index).to(reward.dtype)
@@ -257,15 +303,19 @@ def likelihood(shard: Shard) -> Tensor:
 
 
 def untouched(substituted: Tensor, start: Tensor, length: Tensor) -> Tensor:
-    """[S] bool: the texts without a substitution, which are the target's own; substituted [X], start and length [S]."""
+    """[S] bool: the texts without a substitution, which are the target's own; substituted [X],
+    start and length [S].
+    """
     total = torch.cat([torch.zeros(1, dtype=torch.int64), substituted.long().cumsum(0)])
     return total[start + length] == total[start]
 
 
 def base(reward: Tensor, prompt: Tensor, own: Tensor, prior: float = 2.0) -> Tensor:
-    """[S] mean reward of the prompt's `own` texts, drawn towards the mean of all such texts as if by `prior` of them.
+    """[S] mean reward of the prompt's `own` texts, drawn towards the mean of all such texts as if
+    by `prior` of them.
 
-    reward, prompt, own: [S]. Where no text is the target's own, the best reward stands for the mean.
+    reward, prompt, own: [S]. Where no text is the target's own, the best reward stands for the
+        mean.
     """
     overall = reward[own].mean() if own.any() else reward.max()
     _, index = torch.unique(prompt, return_inverse=True)
@@ -275,7 +325,9 @@ def base(reward: Tensor, prompt: Tensor, own: Tensor, prior: float = 2.0) -> Ten
 
 
 def held_out(prompts: int, share: float, seed: int) -> Tensor:
-    """The prompts [R] that are never trained on: `share` of `prompts`, at least one unless share is 0, never all."""
+    """The prompts [R] that are never trained on: `share` of `prompts`, at least one unless share is
+    0, never all.
+    """
     count = min(max(round(prompts * share), 1 if share else 0), prompts - 1)
     return torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))[:count]
 
@@ -283,23 +335,25 @@ def held_out(prompts: int, share: float, seed: int) -> Tensor:
 def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool) -> None:
     if shard.weight.isnan().any():
         raise ValueError(
-            f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a blend of both rows, "
-            "so it has no weight to learn from; gather with --relaxation ensemble:0.3, or with none"
+            f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a"
+            " blend of both rows, so it has no weight to learn from; gather with --relaxation"
+            " ensemble:0.3, or with none"
         )
     if hidden and shard.hidden is None:
         raise ValueError(
-            f"{file} holds no hidden states, which this head reads; gather with --hidden true, or train one with "
-            "--model.features logits"
+            f"{file} holds no hidden states, which this head reads; gather with --hidden true, or"
+            " train one with --model.features logits"
         )
     if logits and shard.target_top is None:
         raise ValueError(
-            f"{file} holds no log-probabilities, which training for `blend` logits reads; gather with --store_logits 64"
+            f"{file} holds no log-probabilities, which training for `blend` logits reads; gather"
+            " with --store_logits 64"
         )
     if logits != ("blend=logits" in manifest["relaxation"].replace(" ", "")):
         raise ValueError(
-            f"{file} was sampled from {manifest['relaxation']!r}, so its texts tell nothing about `blend` "
-            f"{'logits' if logits else 'probabilities'}; gather with a relaxation that "
-            f"{'ends' if logits else 'does not end'} in ;blend=logits"
+            f"{file} was sampled from {manifest['relaxation']!r}, so its texts tell nothing about"
+            f" `blend` {'logits' if logits else 'probabilities'}; gather with a relaxation that"
+            f" {'ends' if logits else 'does not end'} in ;blend=logits"
         )
 
 
@@ -307,9 +361,20 @@ def _refuse_mixture(folders: list[str], manifests: list[dict]) -> None:
     """Traces of different models, tokenizers or tasks do not train one head."""
     first = manifests[0]
     for folder, manifest in zip(folders, manifests, strict=True):
-        for key in ("target", "draft", "tokenizer", "vocab", "sampling", "task", "source", "split", "seed"):
+        for key in (
+            "target",
+            "draft",
+            "tokenizer",
+            "vocab",
+            "sampling",
+            "task",
+            "source",
+            "split",
+            "seed",
+        ):
             if manifest.get(key) != first.get(key):
                 raise ValueError(
-                    f"{folder} and {folders[0]} differ in `{key}` ({manifest.get(key)} and {first.get(key)}); train on "
-                    "traces of one pair of models, one task and one order of its prompts"
+                    f"{folder} and {folders[0]} differ in `{key}` ({manifest.get(key)} and"
+                    f" {first.get(key)}); train on traces of one pair of models, one task and one"
+                    " order of its prompts"
                 )

@@ -1,9 +1,11 @@
-"""Gather traces: prompts -> sampled texts under a relaxation, their rewards, and the scalars a head is trained on.
+"""Gather traces: prompts -> sampled texts under a relaxation, their rewards, and the scalars a head
+is trained on.
 
-Work is cut into fixed units of prompts, one shard file each, decoded with a fixed batch and thread count, so that
-floating point repeats: a run that was killed and started again ends with the same bytes. Several processes may share a
-folder (`num_shards`, `shard_index`, by default from the launcher's environment); the last to finish writes the
-manifest, which equals that of a single process.
+Work is cut into fixed units of prompts, one shard file each, decoded with a fixed batch and thread
+count, so that
+floating point repeats: a run that was killed and started again ends with the same bytes. Several
+processes may share a folder (`num_shards`, `shard_index`, by default from the launcher's
+environment); the last to finish writes the manifest, which equals that of a single process.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, 
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
+
+
 def gather(
     *,
     out: str,
@@ -57,32 +61,33 @@ def gather(
 ) -> Path:
     """Sample texts under a relaxation and store what a head needs to learn from them.
 
-    Args:
-        out: folder for the shards and their manifest; a folder begun with the same options is continued.
-        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
-        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named fields.
-        data: where the task's rows come from.
-        split: train, validation or test.
-        prompts: how many prompts of the split.
-        samples: texts for each prompt; the policy gradient needs several.
-        first_sample: number of a prompt's first text; texts of other numbers are other texts of the same prompts.
-        relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share) or a bundle folder.
-        sampling: temperature, top_k, top_p, min_p of both models.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
-        hidden: also store the last hidden states of both models, float16.
-        store_logits: also store the log-probabilities of this many tokens, for training with `blend: logits`.
-        unit: prompts per shard; unit x samples texts are decoded together.
-        seed: of the order of prompts and of the sampled texts.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads; part of what makes a run repeat exactly.
-        trust_remote_code: run model code that comes with a checkpoint.
-        num_shards: number of processes that share this work; by default from the launcher's environment, else 1.
-        shard_index: which of them this one is.
+    Args: out: folder for the shards and their manifest; a folder begun with the same options is
+        continued. target: folder, hub name or .gguf file of the model being served; `sums-target`
+        is the packaged one. draft: folder, hub name or .gguf file of the cheap model; `sums-draft`
+        is the packaged one. task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any
+        file with named fields. data: where the task's rows come from. split: train, validation or
+        test. prompts: how many prompts of the split. samples: texts for each prompt; the policy
+        gradient needs several. first_sample: number of a prompt's first text; texts of other
+        numbers are other texts of the same prompts. relaxation: what texts are sampled from, such
+        as none, ensemble:0.3 (w is the DRAFT's share) or a bundle folder. sampling: temperature,
+        top_k, top_p, min_p of both models. max_prompt_tokens: longer prompts lose the end of their
+        article, never the instruction or the question. max_new_tokens: tokens a text may have; by
+        default the task's own number. hidden: also store the last hidden states of both models,
+        float16. store_logits: also store the log-probabilities of this many tokens, for training
+        with `blend: logits`. unit: prompts per shard; unit x samples texts are decoded together.
+        seed: of the order of prompts and of the sampled texts. dtype: auto, float32, bfloat16 or
+        float16. device: cpu, cuda, ..., or auto to spread the models. threads: CPU threads; part of
+        what makes a run repeat exactly. trust_remote_code: run model code that comes with a
+        checkpoint. num_shards: number of processes that share this work; by default from the
+        launcher's environment, else 1. shard_index: which of them this one is.
     """
-    within(1, prompts=prompts, unit=unit, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+    within(
+        1,
+        prompts=prompts,
+        unit=unit,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+    )
     within(1, MOST_THREADS, threads=threads)
     within(1, MOST_SAMPLES, samples=samples)
     within(0, MOST_SAMPLES - samples, first_sample=first_sample)
@@ -95,19 +100,45 @@ def gather(
     loaded = load_task(task, split=split, limit=prompts, seed=seed, data=data)
     new_tokens = max_new_tokens or loaded.max_new_tokens
     settings = {
-        "target": {"name": target, "hash": pair.target.hash, "hidden_size": pair.target.hidden_size},
+        "target": {
+            "name": target,
+            "hash": pair.target.hash,
+            "hidden_size": pair.target.hidden_size,
+        },
         "draft": {"name": draft, "hash": pair.draft.hash, "hidden_size": pair.draft.hidden_size},
-        "tokenizer": pair.tokenizer_hash, "vocab": pair.vocab, "sampling": vars(sampling), "relaxation": relaxation,
-        "task": task, "source": loaded.source, "split": split, "metric": loaded.metric, "seed": seed,
-        "prompts": len(loaded.examples), "samples": samples, "first_sample": first_sample, "unit": unit,
+        "tokenizer": pair.tokenizer_hash,
+        "vocab": pair.vocab,
+        "sampling": vars(sampling),
+        "relaxation": relaxation,
+        "task": task,
+        "source": loaded.source,
+        "split": split,
+        "metric": loaded.metric,
+        "seed": seed,
+        "prompts": len(loaded.examples),
+        "samples": samples,
+        "first_sample": first_sample,
+        "unit": unit,
         "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": new_tokens, "hidden": hidden, "store_logits": store_logits, "dtype": str(pair.target.dtype),
-        "device": str(pair.target.device), "threads": threads, "versions": versions(),
-    }  # fmt: skip
+        "max_new_tokens": new_tokens,
+        "hidden": hidden,
+        "store_logits": store_logits,
+        "dtype": str(pair.target.dtype),
+        "device": str(pair.target.device),
+        "threads": threads,
+        "versions": versions(),
+    }
     if parsed.source and (head := Path(parsed.source) / "head.safetensors").is_file():
         settings["gate"] = sha256(head)  # texts of two gates must not be mixed under one name
     sampler = Sampler(
-        pair, parsed, load_gate(parsed, pair, sampling), sampling, new_tokens, loaded.stop, hidden, store_logits
+        pair,
+        parsed,
+        load_gate(parsed, pair, sampling),
+        sampling,
+        new_tokens,
+        loaded.stop,
+        hidden,
+        store_logits,
     )
     lock = Path(out) if num_shards == 1 else Path(out) / f".worker-{shard_index}-of-{num_shards}"
     with exclusive(lock):
@@ -120,13 +151,23 @@ def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:
     hidden_numbers: H_draft + H_target where hidden states are stored, else 0.
     """
     scalars = 4 + 4 * 4 + 1 + 4 * len(FEATURES)
-    return scalars + 2 * hidden_numbers + (store_logits * (4 + 2 * 2) + 2 * 4 if store_logits else 0)
+    return (
+        scalars + 2 * hidden_numbers + (store_logits * (4 + 2 * 2) + 2 * 4 if store_logits else 0)
+    )
 
 
 class _Gathering:
     """One process's part of a folder of traces."""
 
-    def __init__(self, out: Path, settings: dict, sampler: Sampler, task: Task, num_shards: int, shard_index: int):
+    def __init__(
+        self,
+        out: Path,
+        settings: dict,
+        sampler: Sampler,
+        task: Task,
+        num_shards: int,
+        shard_index: int,
+    ):
         self.out, self.settings, self.sampler, self.task = out, settings, sampler, task
         self.num_shards = num_shards
         units = -(-len(task.examples) // settings["unit"])
@@ -147,15 +188,17 @@ class _Gathering:
         return self.out
 
     def _resume(self) -> None:
-        """Keep the shards of an earlier run with the same settings; refuse other settings, name damaged shards."""
+        """Keep the shards of an earlier run with the same settings; refuse other settings, name
+        damaged shards.
+        """
         if not (self.out / self.name).is_file():
             return
         manifest = read_manifest(self.out, incomplete=True, name=self.name)
         for key, value in self.settings.items():
             if manifest.get(key) != value:
                 raise ValueError(
-                    f"{self.out} was gathered with {key} {manifest.get(key)!r}, now it is {value!r}; "
-                    "choose another --out or delete the folder"
+                    f"{self.out} was gathered with {key} {manifest.get(key)!r}, now it is"
+                    f" {value!r}; choose another --out or delete the folder"
                 )
         for entry in manifest["shards"]:
             try:
@@ -175,8 +218,8 @@ class _Gathering:
         free = shutil.disk_usage(self.out).free
         warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
         return (
-            f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a token: "
-            f"at most {most / 1e6:,.1f} MB in {self.out}{warning}"
+            f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a"
+            f" token: at most {most / 1e6:,.1f} MB in {self.out}{warning}"
         )
 
     def _gather(self, missing: list[int]) -> None:
@@ -193,9 +236,14 @@ class _Gathering:
                 rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
                 progress.update(step, advance=1, description=f"gather {rate}")
                 if progress.disable:
-                    print(f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True)
+                    print(
+                        f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True
+                    )
         seconds = time.perf_counter() - began
-        print(f"gathered {tokens} tokens in {seconds:.1f} s, {rate} (sampled tokens, the end token included)")
+        print(
+            f"gathered {tokens} tokens in {seconds:.1f} s, {rate} (sampled tokens, the end token"
+            " included)"
+        )
 
     def _unit(self, unit: int) -> Shard:
         """Sample and score one unit of prompts."""
@@ -203,9 +251,16 @@ class _Gathering:
         first = unit * size
         examples = self.task.examples[first : first + size]
         limit = min(self.settings["max_prompt_tokens"], room(sampler.pair, sampler.max_new_tokens))
-        prompts = {first + i: self.task.encode(e, sampler.pair.tokenizer, limit) for i, e in enumerate(examples)}
+        prompts = {
+            first + i: self.task.encode(e, sampler.pair.tokenizer, limit)
+            for i, e in enumerate(examples)
+        }
         seed, begin = self.settings["seed"], self.settings["first_sample"]
-        texts = sampler.run(prompts, samples, lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample))
+        texts = sampler.run(
+            prompts,
+            samples,
+            lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample),
+        )
         rewards = [self._reward(text, examples[i // samples]) for i, text in enumerate(texts)]
         names = [name for name in prompts for _ in range(samples)]
         return as_shard(texts, names, [begin + i % samples for i in range(len(texts))], rewards)
@@ -218,7 +273,9 @@ class _Gathering:
 
     def _write(self, complete: bool) -> None:
         shards = [self.entries[unit] for unit in sorted(self.entries)]
-        write_manifest(self.out, {"complete": complete, **self.settings, "shards": shards}, self.name)
+        write_manifest(
+            self.out, {"complete": complete, **self.settings, "shards": shards}, self.name
+        )
 
     def _merge(self) -> None:
         """Where every process has finished, write the manifest of the whole."""
@@ -229,21 +286,29 @@ class _Gathering:
             return
         manifests = [read_manifest(self.out, incomplete=True, name=part) for part in parts]
         if all(manifest["complete"] for manifest in manifests):
-            shards = sorted((entry for m in manifests for entry in m["shards"]), key=lambda entry: entry["file"])
-            # Two processes may end at the same moment: each writes a file of its own, and either may come last.
+            shards = sorted(
+                (entry for m in manifests for entry in m["shards"]), key=lambda entry: entry["file"]
+            )
+            # Two processes may end at the same moment: each writes a file of its own, and either
+            # may come last.
             whole = {"complete": True, **self.settings, "shards": shards}
             os.replace(write_manifest(self.out, whole, f"{self.name}.whole"), self.out / MANIFEST)
 
 
-def as_shard(texts: list[Sample], prompts: list[int], samples: list[int], rewards: list[float]) -> Shard:
+def as_shard(
+    texts: list[Sample], prompts: list[int], samples: list[int], rewards: list[float]
+) -> Shard:
     """The shard that stores these texts in this order."""
     lengths = torch.tensor([0] + [len(text.tokens) for text in texts])
     columns = {name: torch.cat([text.columns[name] for text in texts]) for name in texts[0].columns}
     return Shard(
-        start=lengths.cumsum(0), prompt=torch.tensor(prompts), sample=torch.tensor(samples),
-        reward=torch.tensor(rewards, dtype=torch.float32), finished=torch.tensor([text.finished for text in texts]),
+        start=lengths.cumsum(0),
+        prompt=torch.tensor(prompts),
+        sample=torch.tensor(samples),
+        reward=torch.tensor(rewards, dtype=torch.float32),
+        finished=torch.tensor([text.finished for text in texts]),
         **columns,
-    )  # fmt: skip
+    )
 
 
 def room(pair: Pair, new_tokens: int) -> int:
@@ -251,6 +316,7 @@ def room(pair: Pair, new_tokens: int) -> int:
     room = min(pair.target.max_positions, pair.draft.max_positions) - new_tokens
     if room < 1:
         raise ValueError(
-            f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of {room + new_tokens}; lower it"
+            f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of"
+            f" {room + new_tokens}; lower it"
         )
     return room

@@ -19,7 +19,8 @@ class Layout:
     """Field names; a dot reaches inside lists and objects: "translation.de", "turns.0".
 
     where:  (field, value): only rows with this value count.
-    inside: pattern that matches any text; its first group is the wanted part of the prompt's or article's field.
+    inside: pattern that matches any text; its first group is the wanted part of the prompt's or
+        article's field.
     """
 
     prompt: str | None = None
@@ -30,7 +31,11 @@ class Layout:
 
     @property
     def fields(self) -> list[str]:
-        return [f for f in (self.prompt, self.article, self.reference, self.where and self.where[0]) if f]
+        return [
+            f
+            for f in (self.prompt, self.article, self.reference, self.where and self.where[0])
+            if f
+        ]
 
     def holds(self, row: dict) -> bool:
         """Whether the row counts."""
@@ -43,18 +48,28 @@ class Layout:
             for field in (self.prompt, self.article)
         )
         if not (prompt + article).strip():
-            raise Blank(f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or delete the row")
+            raise Blank(
+                f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or"
+                " delete the row"
+            )
         reference = text_of(row, self.reference, place) if self.reference else None
         if reference is not None and not reference.strip():
-            raise Blank(f"{place} has an empty reference (field {self.reference}); fill it or delete the row")
+            raise Blank(
+                f"{place} has an empty reference (field {self.reference}); fill it or delete"
+                " the row"
+            )
         return prompt, article, reference
 
 
 def choose(layouts: Sequence[Layout], source: Source) -> Layout:
-    """The first layout whose fields the source has, in the first row that counts; ValueError names what there is."""
+    """The first layout whose fields the source has, in the first row that counts; ValueError names
+    what there is.
+    """
     for layout in layouts if source.local else layouts[:1]:
         first = next((i for i, row in enumerate(source.rows) if layout.holds(row)), None)
-        if first is not None and not any(_lacks(source.rows[first], field) for field in layout.fields):
+        if first is not None and not any(
+            _lacks(source.rows[first], field) for field in layout.fields
+        ):
             return layout
     row, place = source.rows[0], source.place(0)
     if len(layouts) == 1:
@@ -62,8 +77,8 @@ def choose(layouts: Sequence[Layout], source: Source) -> Layout:
         raise ValueError(_no_field(row, field, place))
     wanted = "; or ".join(", ".join(layout.fields) for layout in layouts)
     raise ValueError(
-        f"{place} must have the fields {wanted}; it has {_listing(row)}; name others with `data.prompt_field`,"
-        " `data.article_field` and `data.reference_field`"
+        f"{place} must have the fields {wanted}; it has {_listing(row)}; name others with"
+        " `data.prompt_field`, `data.article_field` and `data.reference_field`"
     )
 
 
@@ -102,15 +117,21 @@ def text_of(row: dict, field: str, place: str) -> str:
     except LookupError:
         raise ValueError(_no_field(row, field, place)) from None
     if value is None:
-        raise Blank(f"{place} must hold text in the field {field}, got null; fill it or delete the row")
+        raise Blank(
+            f"{place} must hold text in the field {field}, got null; fill it or delete the row"
+        )
     if not isinstance(value, str | int | float):
         inside = next(iter(value if isinstance(value, dict) else map(str, range(len(value)))), None)
         hint = f"; name what is inside, such as {field}.{inside}" if inside else ""
-        raise ValueError(f"{place} must hold text in the field {field}, got a {type(value).__name__}{hint}")
+        raise ValueError(
+            f"{place} must hold text in the field {field}, got a {type(value).__name__}{hint}"
+        )
     try:
         str(value).encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair") from None
+        raise ValueError(
+            f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair"
+        ) from None
     return str(value)
 
 

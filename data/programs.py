@@ -1,6 +1,7 @@
 """Code tasks: from a row to a prompt and its tests, and from an answer to a program.
 
-A reference is Python source that an answer must survive. Where it holds the line HERE, what stands above comes before
+A reference is Python source that an answer must survive. Where it holds the line HERE, what stands
+above comes before
 the answer: the head of the function that HumanEval's answers continue.
 
 mbpp       Austin 2021, arXiv 2108.07732, the prompt of section 3 without examples: the task, its tests, then [BEGIN];
@@ -21,12 +22,15 @@ BLOCK = re.compile(r"(?:```[^\n`]*|\[BEGIN\])\n(.*?)(?:\n```|\[DONE\]|\Z)", re.D
 
 
 def program(text: str, reference: str) -> tuple[str, str]:
-    """(program, tests) of an answer; of a chat answer the first block of code counts, closed or not."""
+    """(program, tests) of an answer; of a chat answer the first block of code counts, closed or
+    not.
+    """
     head, _, tests = reference.rpartition(HERE)
     block = BLOCK.search(text)
     code = block.group(1) if block else text
     if head:
-        # Some tokenizers swallow a text's first space; less than four would never parse below the docstring.
+        # Some tokenizers swallow a text's first space; less than four would never parse below the
+        # docstring.
         code = re.sub(r"\A {1,3}(?=\S)", "    ", code)
     return head + code, tests
 
@@ -37,19 +41,33 @@ def testable(reference: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how the tests are written
             compile(reference.rpartition(HERE)[2], "tests", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two: nested too deeply
         return False
     return True
 
 
 def mbpp_row(row: dict, place: str) -> dict:
-    """The row with the task in `text`, its tests as they are shown in `tests`, and with their set-up in `test_list`."""
+    """The row with the task in `text`, its tests as they are shown in `tests`, and with their
+    set-up in `test_list`.
+    """
     task = text_of(row, "prompt" if "prompt" in row and "text" not in row else "text", place)
     if not task.strip():
         raise Blank(f"{place} has an empty task (field text); fill it or delete the row")
     tests = _lines(row, "test_list", place)
-    setup = [_lines(row, field, place) for field in ("test_imports", "test_setup_code") if row.get(field)]
-    return {**row, "text": task, "tests": tests, "test_list": "\n".join([*setup, tests]) if tests.strip() else ""}
+    setup = [
+        _lines(row, field, place) for field in ("test_imports", "test_setup_code") if row.get(field)
+    ]
+    return {
+        **row,
+        "text": task,
+        "tests": tests,
+        "test_list": "\n".join([*setup, tests]) if tests.strip() else "",
+    }
 
 
 def humaneval_row(row: dict, place: str) -> dict:

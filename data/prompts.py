@@ -1,4 +1,6 @@
-"""From a row to the tokens of a prompt. What must be shortened is the article, from its end, never anything else."""
+"""From a row to the tokens of a prompt. What must be shortened is the article, from its end, never
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,29 @@ class Example:
 
 
 def check_template(template: str, needed: tuple[str, ...]) -> None:
-    """ValueError unless the template is well-formed and names exactly the `needed` places, once each."""
+    """ValueError unless the template is well-formed and names exactly the `needed` places, once
+    each.
+    """
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ValueError(
-            f"`data.template` must be text around {{prompt}} or {{article}} ({error}); write a brace as {{{{ or }}}}"
+            f"`data.template` must be text around {{prompt}} or {{article}} ({error}); write a"
+            " brace as {{ or }}"
         ) from None
     if sorted(names) != sorted(needed):
         wanted = " and ".join(f"{{{name}}}" for name in needed)
         got = ", ".join(f"{{{name}}}" for name in names) or "neither"
-        raise ValueError(f"`data.template` must hold {wanted} once, got {got}; write other braces as {{{{ or }}}}")
+        raise ValueError(
+            f"`data.template` must hold {wanted} once, got {got}; write other braces as {{{{ or"
+            " }}"
+        )
 
 
 def fill(template: str, prompt: str, article: str) -> tuple[str, str, str]:
-    """(before, article, after) of a checked template; the values are put in as they are, braces included."""
+    """(before, article, after) of a checked template; the values are put in as they are, braces
+    included.
+    """
     parts, place = ["", ""], 0
     for literal, name, _, _ in Formatter().parse(template):
         parts[place] += literal
@@ -60,16 +70,22 @@ def fill(template: str, prompt: str, article: str) -> tuple[str, str, str]:
 def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False) -> list[int]:
     """Token ids of the prompt, at most `max_prompt_tokens`.
 
-    Raw prompts get the tokenizer's own special tokens in front and none behind; with `chat` the prompt is one user
-    turn of the tokenizer's chat template, up to where the assistant speaks. The longest beginning of the article that
-    fits is kept; ValueError where the prompt without any article is too long.
+    Raw prompts get the tokenizer's own special tokens in front and none behind; with `chat` the
+    prompt is one user turn of the tokenizer's chat template, up to where the assistant speaks. The
+    longest beginning of the article that fits is kept; ValueError where the prompt without any
+    article is too long.
     """
     if chat and not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this one"
-        raise ValueError(f"`data.chat` needs a tokenizer with a chat template, {name} has none; leave data.chat out")
+        raise ValueError(
+            f"`data.chat` needs a tokenizer with a chat template, {name} has none; leave"
+            " data.chat out"
+        )
 
     def tokens(kept: int) -> list[int]:
-        return prompt_tokens(example.before + example.article[:kept] + example.after, tokenizer, chat)
+        return prompt_tokens(
+            example.before + example.article[:kept] + example.after, tokenizer, chat
+        )
 
     ids = tokens(len(example.article))
     if len(ids) <= max_prompt_tokens:
@@ -78,8 +94,8 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
     if len(ids) > max_prompt_tokens:
         what = "prompt without its article" if example.article else "prompt"
         raise ValueError(
-            f"prompt longer than the context: the {what} of {example.id} has {len(ids)} tokens, the limit is"
-            f" {max_prompt_tokens}; raise the limit or leave this row out"
+            f"prompt longer than the context: the {what} of {example.id} has {len(ids)} tokens, the"
+            f" limit is {max_prompt_tokens}; raise the limit or leave this row out"
         )
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

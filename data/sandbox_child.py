@@ -1,7 +1,9 @@
-"""The inside of `data.sandbox`, started as a script: gives up every right, then runs a program and its tests.
+"""The inside of `data.sandbox`, started as a script: gives up every right, then runs a program and
+its tests.
 
-Nothing of `diversed` is imported: the child is one bare interpreter. What goes wrong before the answer's first line is
-told in place of that line; afterwards nothing is told but the token of a pass.
+Nothing of `diversed` is imported: the child is one bare interpreter. What goes wrong before the
+answer's first line is told in place of that line; afterwards nothing is told but the token of a
+pass.
 """
 
 import builtins
@@ -11,35 +13,152 @@ import resource
 import struct
 import sys
 
-# machine -> (its name for seccomp, openat, futex, the other calls a program may make, in the order of the numbers)
+# machine -> (its name for seccomp, openat, futex, the other calls a program may make, in the order
+# of the numbers)
 CALLS = {
-    # read write close stat fstat lstat lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64
-    # access sched_yield mremap madvise getitimer alarm setitimer getpid exit uname getcwd readlink gettimeofday
-    # getrusage times getuid getgid geteuid getegid getppid sigaltstack gettid time sched_getaffinity getdents64
-    # restart_syscall clock_gettime clock_getres exit_group newfstatat readlinkat faccessat getrandom statx rseq
-    # faccessat2
-    "x86_64": (0xC000003E, 257, 202, (
-        0, 1, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17, 21, 24, 25, 28, 36, 37, 38, 39, 60, 63, 79, 89, 96, 98, 100,
-        102, 104, 107, 108, 110, 131, 186, 201, 204, 217, 219, 228, 229, 231, 262, 267, 269, 318, 332, 334, 439,
-    )),
-    # getcwd faccessat close getdents64 lseek read write pread64 readlinkat newfstatat fstat exit exit_group getitimer
-    # setitimer clock_gettime clock_getres sched_getaffinity sched_yield restart_syscall sigaltstack rt_sigaction
-    # rt_sigprocmask rt_sigreturn times uname getrusage gettimeofday getpid getppid getuid geteuid getgid getegid gettid
-    # brk munmap mremap mmap mprotect madvise getrandom statx rseq faccessat2
-    "aarch64": (0xC00000B7, 56, 98, (
-        17, 48, 57, 61, 62, 63, 64, 67, 78, 79, 80, 93, 94, 102, 103, 113, 114, 123, 124, 128, 132, 134, 135, 139, 153,
-        160, 165, 169, 172, 173, 174, 175, 176, 177, 178, 214, 215, 216, 222, 226, 233, 278, 291, 293, 439,
-    )),
-}  # fmt: skip
+    # read write close stat fstat lstat lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
+    # rt_sigreturn pread64 access sched_yield mremap madvise getitimer alarm setitimer getpid exit
+    # uname getcwd readlink gettimeofday getrusage times getuid getgid geteuid getegid getppid
+    # sigaltstack gettid time sched_getaffinity getdents64 restart_syscall clock_gettime
+    # clock_getres exit_group newfstatat readlinkat faccessat getrandom statx rseq faccessat2
+    "x86_64": (
+        0xC000003E,
+        257,
+        202,
+        (
+            0,
+            1,
+            3,
+            4,
+            5,
+            6,
+            8,
+            9,
+            10,
+            11,
+            12,
+            13,
+            14,
+            15,
+            17,
+            21,
+            24,
+            25,
+            28,
+            36,
+            37,
+            38,
+            39,
+            60,
+            63,
+            79,
+            89,
+            96,
+            98,
+            100,
+            102,
+            104,
+            107,
+            108,
+            110,
+            131,
+            186,
+            201,
+            204,
+            217,
+            219,
+            228,
+            229,
+            231,
+            262,
+            267,
+            269,
+            318,
+            332,
+            334,
+            439,
+        ),
+    ),
+    # getcwd faccessat close getdents64 lseek read write pread64 readlinkat newfstatat fstat exit
+    # exit_group getitimer setitimer clock_gettime clock_getres sched_getaffinity sched_yield
+    # restart_syscall sigaltstack rt_sigaction rt_sigprocmask rt_sigreturn times uname getrusage
+    # gettimeofday getpid getppid getuid geteuid getgid getegid gettid brk munmap mremap mmap
+    # mprotect madvise getrandom statx rseq faccessat2
+    "aarch64": (
+        0xC00000B7,
+        56,
+        98,
+        (
+            17,
+            48,
+            57,
+            61,
+            62,
+            63,
+            64,
+            67,
+            78,
+            79,
+            80,
+            93,
+            94,
+            102,
+            103,
+            113,
+            114,
+            123,
+            124,
+            128,
+            132,
+            134,
+            135,
+            139,
+            153,
+            160,
+            165,
+            169,
+            172,
+            173,
+            174,
+            175,
+            176,
+            177,
+            178,
+            214,
+            215,
+            216,
+            222,
+            226,
+            233,
+            278,
+            291,
+            293,
+            439,
+        ),
+    ),
+}
 KILL, REFUSE, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-NO_SUCH_CALL, READ_ONLY = 38, 30  # errno: what programs fall back on, and what the file system looks like
-FUTEX_WAKE = 129  # private; libraries call it while they are loaded, with nobody asleep; waiting is refused
+NO_SUCH_CALL, READ_ONLY = (
+    38,
+    30,
+)  # errno: what programs fall back on, and what the file system looks like
+FUTEX_WAKE = (
+    129  # private; libraries call it while they are loaded, with nobody asleep; waiting is refused
+)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 EVERY_RIGHT, READ_FILE, READ_FOLDER = (1 << 13) - 1, 1 << 2, 1 << 3  # landlock, first version
 READABLE = (
-    os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64",
-    "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/urandom",
-)  # fmt: skip
+    os.path.dirname(os.__file__),
+    os.path.join(sys.base_prefix, "lib"),
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/usr/share/zoneinfo",
+    "/dev/null",
+    "/dev/urandom",
+)
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -66,7 +185,13 @@ def confine(parent: int, seconds: int) -> bool:
     prctl(1, 9)  # PR_SET_PDEATHSIG: SIGKILL
     if os.getppid() != parent:
         os._exit(1)  # it died before we asked to follow it
-    for limit, most in (("CPU", seconds), ("AS", 1 << 30), ("FSIZE", 0), ("NOFILE", 64), ("CORE", 0)):
+    for limit, most in (
+        ("CPU", seconds),
+        ("AS", 1 << 30),
+        ("FSIZE", 0),
+        ("NOFILE", 64),
+        ("CORE", 0),
+    ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
     hidden = hide_files()
@@ -78,7 +203,13 @@ def confine(parent: int, seconds: int) -> bool:
 
 
 def prctl(option: int, value: int, pointer=0) -> None:
-    if LIBC.prctl(option, ctypes.c_ulong(value), pointer or ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)):
+    if LIBC.prctl(
+        option,
+        ctypes.c_ulong(value),
+        pointer or ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    ):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -101,7 +232,9 @@ def hide_files() -> bool:
 
 
 def seccomp_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Lines of a BPF program over (call, machine, arguments): (operation, lines skipped if true, if false, operand)."""
+    """Lines of a BPF program over (call, machine, arguments): (operation, lines skipped if true, if
+    false, operand).
+    """
     if machine not in CALLS:
         raise OSError(f"system calls of {machine} are not known, only those of {', '.join(CALLS)}")
     name, openat, futex, allowed = CALLS[machine]
@@ -118,27 +251,53 @@ def seccomp_filter(machine: str) -> list[tuple[int, int, int, int]]:
     lines = [load(4), (0x15, 1, 0, name), answer(KILL), load(0)]
     for number in allowed:
         lines += rule(number, answer(ALLOW))
-    # Flags are openat's third argument, the operation futex' second; both machines are little-endian.
-    lines += rule(openat, load(32), (0x45, 0, 1, WRITING), answer(REFUSE | READ_ONLY), answer(ALLOW))
-    lines += rule(futex, load(24), (0x15, 0, 1, FUTEX_WAKE), answer(ALLOW), answer(REFUSE | NO_SUCH_CALL))
+    # Flags are openat's third argument, the operation futex' second; both machines are
+    # little-endian.
+    lines += rule(
+        openat, load(32), (0x45, 0, 1, WRITING), answer(REFUSE | READ_ONLY), answer(ALLOW)
+    )
+    lines += rule(
+        futex, load(24), (0x15, 0, 1, FUTEX_WAKE), answer(ALLOW), answer(REFUSE | NO_SUCH_CALL)
+    )
     return [*lines, answer(REFUSE | NO_SUCH_CALL)]
 
 
 def judge(source: int, answer: int, program_bytes: int, tests_bytes: int, token_bytes: int) -> None:
-    """Run the program, then the tests, then return the token. What the program may have replaced is held in locals."""
+    """Run the program, then the tests, then return the token. What the program may have replaced is
+    held in locals.
+    """
     read, write, end, run, build, text = os.read, os.write, os._exit, exec, compile, str
-    trace, profile, builtin_names, pristine = sys.settrace, sys.setprofile, vars(builtins), dict(vars(builtins))
-    module = type(sys)("program")  # not __main__: what stands under `if __name__ == "__main__"` is not asked for
+    trace, profile, builtin_names, pristine = (
+        sys.settrace,
+        sys.setprofile,
+        vars(builtins),
+        dict(vars(builtins)),
+    )
+    module = type(sys)(
+        "program"
+    )  # not __main__: what stands under `if __name__ == "__main__"` is not asked for
     sys.modules["program"] = module
     names = vars(module)
     try:
-        run(build(text(read(source, program_bytes), "utf-8"), "program", "exec", dont_inherit=True), names)
+        run(
+            build(text(read(source, program_bytes), "utf-8"), "program", "exec", dont_inherit=True),
+            names,
+        )
         trace(None)
         profile(None)
         builtin_names.clear()
         builtin_names.update(pristine)
         names["__builtins__"] = builtin_names
-        run(build(text(read(source, tests_bytes), "utf-8"), "tests", "exec", dont_inherit=True, optimize=0), names)
+        run(
+            build(
+                text(read(source, tests_bytes), "utf-8"),
+                "tests",
+                "exec",
+                dont_inherit=True,
+                optimize=0,
+            ),
+            names,
+        )
     except BaseException:
         end(1)
     write(answer, read(source, token_bytes))

@@ -7,8 +7,9 @@ rouge         rouge-score (google-research), F1 with Porter stemming, as summari
 bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
 pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`data.programs`), else 0.
 
-All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability, in nats a token,
-that the target gives the text (`mean_log_probability`, from the target's rows: the text alone does not hold it).
+All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability,
+in nats a token, that the target gives the text (`mean_log_probability`, from the target's rows: the
+text alone does not hold it).
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ PHRASE = re.compile(r"\banswer is\b", re.IGNORECASE)
 def final_number(text: str) -> Decimal | None:
     """The number a text ends up with, None where it has none.
 
-    Thousands commas, a currency sign, a decimal part, a sign (also the typographic minus) and a percent sign are read;
-    a full stop after the number is not part of it. Fractions are not evaluated: "3/4" holds the numbers 3 and 4.
+    Thousands commas, a currency sign, a decimal part, a sign (also the typographic minus) and a
+    percent sign are read; a full stop after the number is not part of it. Fractions are not
+    evaluated: "3/4" holds the numbers 3 and 4.
     """
     marked = MARKED.search(text)
-    found = marked.group(1) if marked else _after_phrase(text) or next(iter(ANY.findall(text)[-1:]), None)
+    found = (
+        marked.group(1)
+        if marked
+        else _after_phrase(text) or next(iter(ANY.findall(text)[-1:]), None)
+    )
     if found is None:
         return None
     return Decimal(re.sub(f"[,{CURRENCY}]", "", re.sub("[\u2212\u2013]", "-", found)))
@@ -49,7 +55,9 @@ def exact_number(text: str, reference: str) -> float:
     """1.0 where text and reference end up with equal numbers (18 equals 18.00), else 0.0."""
     expected = final_number(reference)
     if expected is None:
-        raise ValueError(f"`reference` must hold a number for the score final_number, got {reference[:80]!r}")
+        raise ValueError(
+            f"`reference` must hold a number for the score final_number, got {reference[:80]!r}"
+        )
     return float(final_number(text) == expected)
 
 
@@ -84,14 +92,20 @@ def missing(score: str, reference: str | None) -> str:
 
 
 def mean_log_probability(target_prob: Sequence[float]) -> float:
-    """The score target_logprob, in nats a token; target_prob: p(token) of the target at every token of the text."""
+    """The score target_logprob, in nats a token; target_prob: p(token) of the target at every token
+    of the text.
+    """
     if not len(target_prob):
-        raise ValueError("`target_prob` must hold a probability for every token of the text, got an empty text")
+        raise ValueError(
+            "`target_prob` must hold a probability for every token of the text, got an empty text"
+        )
     return math.fsum(math.log(max(float(p), 1e-30)) for p in target_prob) / len(target_prob)
 
 
 class Score(NamedTuple):
-    """function(text, reference) -> float, None where the text alone does not hold it; metric is its name in tables."""
+    """function(text, reference) -> float, None where the text alone does not hold it; metric is its
+    name in tables.
+    """
 
     function: Callable[[str, str], float] | None
     metric: str

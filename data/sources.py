@@ -1,10 +1,11 @@
 """Rows with named fields, from local files or the hub, and the splits they fall into.
 
-Local files are .jsonl or .json (an array), either also as .gz. A folder may hold one file a split (train.jsonl,
-validation.jsonl, test.jsonl); a lone file of any name stands as the training file. A split without a file of its own is
-carved from the training file. Carving looks at nothing but a row's text: u = sha256(text) / 2^256; u < .1 is test,
-.1 <= u < .2 validation, the rest train. So splits never overlap, equal texts land in the same split, and neither a
-seed, a limit nor added rows move a row.
+Local files are .jsonl or .json (an array), either also as .gz. A folder may hold one file a split
+(train.jsonl, validation.jsonl, test.jsonl); a lone file of any name stands as the training file. A
+split without a file of its own is carved from the training file. Carving looks at nothing but a
+row's text: u = sha256(text) / 2^256; u < .1 is test, .1 <= u < .2 validation, the rest train. So
+splits never overlap, equal texts land in the same split, and neither a seed, a limit nor added rows
+move a row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Source:
     name:   the file, or repository and split.
     rows:   a list or datasets.Dataset of dicts.
     place:  row index -> words such as "line 7 of train.jsonl".
-    carved: the splits besides train that are carved from these rows; empty where all rows are of the split asked for.
+    carved: the splits besides train that are carved from these rows; empty where all rows are of
+        the split asked for.
     local:  False for the hub, whose rows nobody here can mend.
     """
 
@@ -43,23 +45,40 @@ class Source:
 
     def split_of(self, text: str) -> str:
         """The split of a row with this text, where something is carved."""
-        u = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), "big") / 2**256
-        return next((split for split in self.carved if CARVED[split][0] <= u < CARVED[split][1]), "train")
+        u = (
+            int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), "big")
+            / 2**256
+        )
+        return next(
+            (split for split in self.carved if CARVED[split][0] <= u < CARVED[split][1]), "train"
+        )
 
 
 def local_source(path: Path, split: str, whole: bool = False) -> Source:
-    """The rows of the split's file, or of the training file where it has none; `whole` carves nothing out of them."""
+    """The rows of the split's file, or of the training file where it has none; `whole` carves
+    nothing out of them.
+    """
     files = split_files(path)
     if split not in files and "train" not in files:
         holds = ", ".join(file.name for file in files.values())
-        raise FileNotFoundError(f"{path} must hold a {split} file, or a train file to carve it from; it holds {holds}")
+        raise FileNotFoundError(
+            f"{path} must hold a {split} file, or a train file to carve it from; it holds {holds}"
+        )
     file = files.get(split) or files["train"]
     places, rows = zip(*read_rows(file), strict=True)
     return Source(str(file), rows, places.__getitem__, _carved(split, files, whole), local=True)
 
 
-def hub_source(repository: str, configuration: str | None, splits: Collection[str], split: str, whole: bool = False):
-    """The same from the hub; `splits` are those the repository has, and a lone one stands as the training split."""
+def hub_source(
+    repository: str,
+    configuration: str | None,
+    splits: Collection[str],
+    split: str,
+    whole: bool = False,
+):
+    """The same from the hub; `splits` are those the repository has, and a lone one stands as the
+    training split.
+    """
     import datasets
 
     stored = split if split in splits else "train"
@@ -70,11 +89,13 @@ def hub_source(repository: str, configuration: str | None, splits: Collection[st
     except Exception as error:  # the hub's client raises errors of four libraries
         reason = (str(error).strip() or "no reason given").split("\n")[0][:200]
         raise OSError(
-            f"cannot load {repository} from the hub ({type(error).__name__}: {reason}); check the network or give"
-            " local files with `data.path`"
+            f"cannot load {repository} from the hub ({type(error).__name__}: {reason}); check the"
+            " network or give local files with `data.path`"
         ) from error
     name = f"{repository} {stored}"
-    return Source(name, rows, lambda i: f"row {i} of {name}", _carved(split, splits, whole), local=False)
+    return Source(
+        name, rows, lambda i: f"row {i} of {name}", _carved(split, splits, whole), local=False
+    )
 
 
 def _carved(split: str, stored: Collection[str], whole: bool) -> tuple[str, ...]:
@@ -86,9 +107,13 @@ def _carved(split: str, stored: Collection[str], whole: bool) -> tuple[str, ...]
 def split_files(path: Path) -> dict[str, Path]:
     """Split -> its own file; a lone file is {"train": file}."""
     if not path.exists():
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], 1)
+        near = get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], 1
+        )
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise FileNotFoundError(f"`data.path` must be a file or a folder, {path} does not exist{hint}")
+        raise FileNotFoundError(
+            f"`data.path` must be a file or a folder, {path} does not exist{hint}"
+        )
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"`data.path` must end in one of {', '.join(SUFFIXES)}, got {path}")
@@ -101,8 +126,8 @@ def split_files(path: Path) -> dict[str, Path]:
         return dict(named)
     listing = ", ".join(p.name for p in files) or "nothing of the kind"
     raise ValueError(
-        f"`data.path` must be a folder with one {'/'.join(SUFFIXES[:2])} file a split (train, validation, test) or one"
-        f" file in all, {path} holds {listing}; name one file"
+        f"`data.path` must be a folder with one {'/'.join(SUFFIXES[:2])} file a split (train,"
+        f" validation, test) or one file in all, {path} holds {listing}; name one file"
     )
 
 
@@ -119,27 +144,40 @@ def read_rows(path: Path) -> list[tuple[str, dict]]:
         raise ValueError(f"{path} is empty; expected one JSON object a line")
     for place, row in rows:
         if not isinstance(row, dict):
-            raise ValueError(f"{place} must be an object with named fields, got {json.dumps(row)[:60]}")
+            raise ValueError(
+                f"{place} must be an object with named fields, got {json.dumps(row)[:60]}"
+            )
     return rows
 
 
 def _text(path: Path) -> str:
     try:
-        data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+        data = (
+            gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+        )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a whole gzip file: {error}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path} must be UTF-8, line {line} is not; convert it, for example with iconv") from None
+        raise ValueError(
+            f"{path} must be UTF-8, line {line} is not; convert it, for example with iconv"
+        ) from None
 
 
 def _parsed(text: str, path: Path, line: int | None = None):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        # Besides what is not JSON: a number of more digits than Python reads, brackets deeper than its stack.
+        # Besides what is not JSON: a number of more digits than Python reads, brackets deeper than
+        # its stack.
         line = line or getattr(error, "lineno", 1)
-        reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
-        raise ValueError(f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}") from None
+        reason = (
+            "nested too deeply"
+            if isinstance(error, RecursionError)
+            else getattr(error, "msg", str(error))
+        )
+        raise ValueError(
+            f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}"
+        ) from None

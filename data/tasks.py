@@ -1,8 +1,9 @@
 """Tasks: prompts, references, stop strings and a score.
 
-Rows come from the Hugging Face hub (`datasets.load_dataset`) or, with `data.path`, from local files with the same
-fields; `sums` makes its own problems. A layout says which fields of a row are what; a task takes its first that fits.
-Splits are disjoint (`data.rows`); the order is a shuffle by `seed`: a smaller `limit` is the beginning of a larger one.
+Rows come from the Hugging Face hub (`datasets.load_dataset`) or, with `data.path`, from local files
+with the same fields; `sums` makes its own problems. A layout says which fields of a row are what; a
+task takes its first that fits. Splits are disjoint (`data.rows`); the order is a shuffle by `seed`:
+a smaller `limit` is the beginning of a larger one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class Task:
         """The score of one text, larger is better."""
         function = SCORES[self.score_name].function
         if function is None:
-            raise ValueError(f"the score {self.score_name} is read off the target's rows, `text` does not hold it")
+            raise ValueError(
+                f"the score {self.score_name} is read off the target's rows, `text` does not"
+                " hold it"
+            )
         return function(text, example.reference)
 
     def encode(self, example: Example, tokenizer, max_prompt_tokens: int) -> list[int]:
@@ -75,30 +79,44 @@ def load_task(
     """The examples of one split of a task.
 
     name:  a key of TASKS. path: overrides data.path.
-    limit: at most this many examples, None for all; where the split holds fewer, a warning says how many there are.
+    limit: at most this many examples, None for all; where the split holds fewer, a warning says how
+        many there are.
     seed:  of the order; never of the membership in a split.
     """
     options = replace(data or DataOptions(), **({} if path is None else {"path": str(path)}))
     recipe = recipe_for(name, options)
     if split not in SPLITS:
-        raise ValueError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}")
+        raise ValueError(
+            f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}"
+        )
     within(1, limit=limit)
     within(0, seed=seed)
     if recipe.score == "pass_at_1":
         sandbox.check()
     load = _sums if name == "sums" else partial(_rows, name)
     examples, source = load(recipe, options, split, limit, seed)
-    return Task(name, examples, recipe.stop, recipe.max_new_tokens, recipe.score, options.chat, source)
+    return Task(
+        name, examples, recipe.stop, recipe.max_new_tokens, recipe.score, options.chat, source
+    )
 
 
-def _sums(recipe: Recipe, options: DataOptions, split: str, limit: int | None, seed: int) -> tuple[list[Example], str]:
+def _sums(
+    recipe: Recipe, options: DataOptions, split: str, limit: int | None, seed: int
+) -> tuple[list[Example], str]:
     from ..assets.sums import problems
 
     for option in ("path", "whole", "prompt_field", "article_field", "reference_field"):
         if getattr(options, option):
-            raise ValueError(f"the task sums makes its own problems, leave out `data.{option}`; or use the task jsonl")
+            raise ValueError(
+                f"the task sums makes its own problems, leave out `data.{option}`; or use the task"
+                " jsonl"
+            )
     examples = [
-        Example(*fill(recipe.template, row["prompt"], ""), row["reference"], f"problem {i} of {split}, seed {seed}")
+        Example(
+            *fill(recipe.template, row["prompt"], ""),
+            row["reference"],
+            f"problem {i} of {split}, seed {seed}",
+        )
         for i, row in enumerate(problems(split, limit or SUMS_PROBLEMS, seed))
     ]
     return examples, f"{len(examples)} problems of sums, {split}, seed {seed}"
@@ -111,13 +129,17 @@ def _rows(
     import numpy
 
     if options.path is None and recipe.hub is None:
-        raise ValueError(f"the task {name} needs `data.path`, a .jsonl or .json file or a folder of them")
+        raise ValueError(
+            f"the task {name} needs `data.path`, a .jsonl or .json file or a folder of them"
+        )
     if options.path is None:
         source = hub_source(*recipe.hub, recipe.hub_splits, split, options.whole)
     else:
         source = local_source(Path(options.path), split, options.whole)
     if recipe.prepare:
-        source = replace(source, rows=[recipe.prepare(row, source.place(i)) for i, row in enumerate(source.rows)])
+        source = replace(
+            source, rows=[recipe.prepare(row, source.place(i)) for i, row in enumerate(source.rows)]
+        )
     layout = choose(recipe.layouts, source)
     read = _reader(recipe, layout, source)
     members = _members(layout, source, split, read)
@@ -128,13 +150,19 @@ def _rows(
     if not examples:
         raise ValueError(f"{what} must hold rows with a text and a reference, it has none")
     if limit is not None and len(examples) < limit:
-        warnings.warn(f"`limit` is {limit}, {what} holds {len(examples)} examples: all are used", stacklevel=4)
+        warnings.warn(
+            f"`limit` is {limit}, {what} holds {len(examples)} examples: all are used", stacklevel=4
+        )
     carved = f" carved out as {split}" if source.carved else ""
     return examples, f"{len(examples)} of {len(members)} rows{carved} of {source.name}"
 
 
-def _reader(recipe: Recipe, layout: Layout, source: Source) -> Callable[[int], tuple[str, Example] | None]:
-    """Row index -> (its text without the template, its example); None for a row of the hub that lacks one of them."""
+def _reader(
+    recipe: Recipe, layout: Layout, source: Source
+) -> Callable[[int], tuple[str, Example] | None]:
+    """Row index -> (its text without the template, its example); None for a row of the hub that
+    lacks one of them.
+    """
 
     @cache
     def read(index: int) -> tuple[str, Example] | None:
@@ -143,8 +171,8 @@ def _reader(recipe: Recipe, layout: Layout, source: Source) -> Callable[[int], t
             prompt, article, reference = layout.read(source.rows[index], place)
             if lacking := missing(recipe.score, reference):
                 raise Blank(
-                    f"{place} must hold {lacking} in {layout.reference} for the score {recipe.score}, got"
-                    f" {reference[:60]!r}"
+                    f"{place} must hold {lacking} in {layout.reference} for the score"
+                    f" {recipe.score}, got {reference[:60]!r}"
                 )
         except Blank:
             if source.local:
@@ -167,7 +195,7 @@ def _members(layout: Layout, source: Source, split: str, read: Callable) -> Sequ
     kept = [i for i in members if source.split_of(read(i)[0]) == split]
     if not kept:
         raise ValueError(
-            f"the {split} split of {source.name} is empty: it is carved from {len(members)} rows; give it a file of its"
-            " own, or set `data.whole` to take all rows for any split"
+            f"the {split} split of {source.name} is empty: it is carved from {len(members)} rows;"
+            " give it a file of its own, or set `data.whole` to take all rows for any split"
         )
     return kept

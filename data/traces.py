@@ -1,13 +1,15 @@
 """A trace on disk: for every sampled text, the scalars per position from which a head is trained.
 
-For the probability blend v = (1 - w) p + w q everything the objective needs at a position is p(token), q(token) and
-TV(p, q) (arXiv 2604.07622; no row over the vocabulary is stored). A folder of traces holds
+For the probability blend v = (1 - w) p + w q everything the objective needs at a position is
+p(token), q(token) and TV(p, q) (arXiv 2604.07622; no row over the vocabulary is stored). A folder
+of traces holds
 
     shard-00000.safetensors ...   flat tensors over the S texts of a shard, see `Shard`
     manifest.json                 what they were gathered with, and the sha256 of every shard
 
-Files are written under a temporary name and renamed, so a folder never holds half a file under its final name. Reading
-checks everything a damaged or foreign file could break: checksums, types, shapes, finite numbers, probabilities.
+Files are written under a temporary name and renamed, so a folder never holds half a file under its
+final name. Reading checks everything a damaged or foreign file could break: checksums, types,
+shapes, finite numbers, probabilities.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MOST_PROMPTS = 1 << 26  # held-out prompts are drawn by a permutation of all
 SHARD = re.compile(r"shard-\d+\.safetensors")
-AGAIN = "delete it and run `diversed gather` again with the same options: only the missing shard is gathered anew"
+AGAIN = (
+    "delete it and run `diversed gather` again with the same options: only the missing shard is"
+    " gathered anew"
+)
 
 
 @dataclass
 class Shard:
-    """S texts and their X positions, one after the other. Position i of a text is the context before its token i.
+    """S texts and their X positions, one after the other. Position i of a text is the context
+    before its token i.
 
     start:        [S + 1] int64, text s owns the positions start[s] to start[s + 1]; no text is empty
     prompt:       [S] int64, index of the prompt, counted over the whole folder
@@ -89,7 +95,8 @@ class Shard:
         return {name: tensor for name in LAYOUT if (tensor := getattr(self, name)) is not None}
 
 
-# dtype and shape of every field: S texts, X positions, K stored logits, F features, H hidden numbers.
+# dtype and shape of every field: S texts, X positions, K stored logits, F features, H hidden
+# numbers.
 LAYOUT = {
     "start": (torch.int64, "S+1"),
     "prompt": (torch.int64, "S"),
@@ -129,7 +136,9 @@ MANIFEST_KEYS = (
 
 
 def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
-    """Write shard number `index`; its entry for the manifest: file, sha256, texts, tokens. Same shard, same bytes."""
+    """Write shard number `index`; its entry for the manifest: file, sha256, texts, tokens. Same
+    shard, same bytes.
+    """
     path = Path(folder) / f"shard-{index:05d}.safetensors"
     _check(shard.tensors(), path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,10 +146,18 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
     temporary.touch()
     mode = temporary.stat().st_mode
     try:
-        # No metadata: safetensors writes several entries in random order, and equal shards should have equal checksums.
-        save_file({name: tensor.contiguous() for name, tensor in shard.tensors().items()}, temporary)
+        # No metadata: safetensors writes several entries in random order, and equal shards should
+        # have equal checksums.
+        save_file(
+            {name: tensor.contiguous() for name, tensor in shard.tensors().items()}, temporary
+        )
         temporary.chmod(mode)  # safetensors makes files that only their owner can read
-        entry = {"file": path.name, "sha256": sha256(temporary), "texts": shard.texts, "tokens": shard.tokens}
+        entry = {
+            "file": path.name,
+            "sha256": sha256(temporary),
+            "texts": shard.texts,
+            "tokens": shard.tokens,
+        }
         os.replace(temporary, path)
     except SafetensorError as error:
         full = f"os error {errno.ENOSPC}" in str(error)
@@ -151,35 +168,49 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
 
 
 def write_manifest(folder: str | Path, manifest: dict, name: str = MANIFEST) -> Path:
-    """Write FOLDER/NAME in one step; `format` is added. One of several processes has a manifest of its own."""
+    """Write FOLDER/NAME in one step; `format` is added. One of several processes has a manifest of
+    its own.
+    """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_whole(path, json.dumps({"format": FORMAT, **manifest}, indent=2) + "\n")
 
 
 def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANIFEST) -> dict:
-    """The manifest of a folder of traces, checked; `incomplete=True` admits one that is still being gathered."""
+    """The manifest of a folder of traces, checked; `incomplete=True` admits one that is still being
+    gathered.
+    """
     path = Path(folder) / name
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {name}, so it is not a folder of traces; run `diversed gather`")
+        raise FileNotFoundError(
+            f"{folder} holds no {name}, so it is not a folder of traces; run `diversed gather`"
+        )
     try:
         manifest = json.loads(path.read_text())
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not valid JSON; delete it and run `diversed gather` again") from None
+        raise ValueError(
+            f"{path} is not valid JSON; delete it and run `diversed gather` again"
+        ) from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise ValueError(
-            f"{path} has trace format {found!r}, this version reads format {FORMAT}; gather the traces anew"
+            f"{path} has trace format {found!r}, this version reads format {FORMAT}; gather the"
+            " traces anew"
         )
     missing = [key for key in MANIFEST_KEYS if key not in manifest]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; delete it and run `diversed gather` again")
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; delete it and run `diversed gather` again"
+        )
     if not _sound(manifest):
-        raise ValueError(f"{path} is damaged (an entry has another type or size); gather the traces anew")
+        raise ValueError(
+            f"{path} is damaged (an entry has another type or size); gather the traces anew"
+        )
     for entry in manifest["shards"]:
         if not SHARD.fullmatch(entry["file"]):
             raise ValueError(
-                f"{path} names a shard {entry!r} that is not a file of this folder; gather the traces anew"
+                f"{path} names a shard {entry!r} that is not a file of this folder; gather the"
+                " traces anew"
             )
     if not (incomplete or manifest["complete"]):
         raise ValueError(
@@ -197,7 +228,9 @@ def _sound(manifest: dict) -> bool:
         and all(isinstance(entry, dict) for entry in shards)
         and all(isinstance(entry.get(name), str) for entry in shards for name in ("file", "sha256"))
         and all(type(entry.get(name)) is int for entry in shards for name in ("texts", "tokens"))
-        and all(isinstance(model, dict) and type(model.get("hidden_size")) is int for model in models)
+        and all(
+            isinstance(model, dict) and type(model.get("hidden_size")) is int for model in models
+        )
         and all(type(manifest[name]) is int for name in ("prompts", "vocab"))
         and bool(shards or not manifest["complete"])
         and manifest["prompts"] <= MOST_PROMPTS
@@ -205,10 +238,14 @@ def _sound(manifest: dict) -> bool:
 
 
 def read_shard(folder: str | Path, entry: dict, manifest: dict, verify: bool = True) -> Shard:
-    """The shard of one manifest entry. `verify=False` leaves out the checksum, never the checks of the contents."""
+    """The shard of one manifest entry. `verify=False` leaves out the checksum, never the checks of
+    the contents.
+    """
     path = Path(folder) / entry["file"]
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; run `diversed gather` again with the same options")
+        raise FileNotFoundError(
+            f"{path} is missing; run `diversed gather` again with the same options"
+        )
     if verify and sha256(path) != entry["sha256"]:
         raise ValueError(f"{path} is damaged (its sha256 is not the manifest's); {AGAIN}")
     try:
@@ -219,14 +256,16 @@ def read_shard(folder: str | Path, entry: dict, manifest: dict, verify: bool = T
     shard = Shard(**{field.name: tensors.get(field.name) for field in fields(Shard)})
     if (shard.texts, shard.tokens) != (entry["texts"], entry["tokens"]):
         raise ValueError(
-            f"{path} holds {shard.texts} texts of {shard.tokens} tokens, the manifest says {entry['texts']} of "
-            f"{entry['tokens']}; {AGAIN}"
+            f"{path} holds {shard.texts} texts of {shard.tokens} tokens, the manifest says"
+            f" {entry['texts']} of {entry['tokens']}; {AGAIN}"
         )
     return shard
 
 
 def read_shards(folder: str | Path, verify: bool = True) -> Iterator[Shard]:
-    """The shards of a folder in order, one in memory at a time; refuses incomplete and damaged ones in a sentence."""
+    """The shards of a folder in order, one in memory at a time; refuses incomplete and damaged ones
+    in a sentence.
+    """
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:
         yield read_shard(folder, entry, manifest, verify)
@@ -246,7 +285,10 @@ def _check(tensors: dict[str, Tensor], path: Path, manifest: dict | None = None)
     missing = [name for name in REQUIRED if name not in tensors]
     unknown = [name for name in tensors if name not in LAYOUT]
     if missing or unknown:
-        refuse(f"fields {', '.join(missing) or 'none'} are missing and {', '.join(unknown) or 'none'} are unknown")
+        refuse(
+            f"fields {', '.join(missing) or 'none'} are missing and {', '.join(unknown) or 'none'}"
+            " are unknown"
+        )
     size = {"S": tensors["prompt"].numel(), "X": tensors["token"].numel(), "F": len(FEATURES)}
     size["S+1"] = size["S"] + 1
     if manifest and "hidden" in tensors:
@@ -260,7 +302,9 @@ def _check(tensors: dict[str, Tensor], path: Path, manifest: dict | None = None)
     start = tensors["start"]
     if size["S"] == 0 or start[0] != 0 or start[-1] != size["X"] or (start.diff() < 1).any():
         refuse(f"`start` must rise from 0 to {size['X']} with no empty text")
-    if (tensors["prompt"] < 0).any() or (manifest and (tensors["prompt"] >= manifest["prompts"]).any()):
+    if (tensors["prompt"] < 0).any() or (
+        manifest and (tensors["prompt"] >= manifest["prompts"]).any()
+    ):
         refuse(f"`prompt` must count the {manifest['prompts'] if manifest else ''} prompts from 0")
     if (tensors["token"] < 0).any() or (manifest and (tensors["token"] >= manifest["vocab"]).any()):
         refuse("`token` lies outside the vocabulary")
@@ -268,7 +312,9 @@ def _check(tensors: dict[str, Tensor], path: Path, manifest: dict | None = None)
 
 
 def _check_numbers(tensors: dict[str, Tensor], refuse) -> None:
-    """Finite everywhere, probabilities in [0, 1]; a weight is a number in all positions or NaN in all."""
+    """Finite everywhere, probabilities in [0, 1]; a weight is a number in all positions or NaN in
+    all.
+    """
     if (bare := tensors["weight"].isnan()).any() and not bare.all():
         refuse("`weight` is NaN at some positions only")
     for name, tensor in tensors.items():

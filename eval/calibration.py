@@ -1,17 +1,22 @@
-"""`diversed calibrate`: the largest bias whose quality drop is shown, on validation prompts, to stay within a limit.
+"""`diversed calibrate`: the largest bias whose quality drop is shown, on validation prompts, to
+stay within a limit.
 
-Fixed sequence testing (Learn then Test, Angelopoulos et al., arXiv 2110.01052): biases are tried from the safest up,
-each by a test of "the mean score drops by the limit or more against exact decoding" at the full level, until the first
-that cannot be rejected. Whatever the biases do, the probability that the chosen one drops by more is at most the level.
+Fixed sequence testing (Learn then Test, Angelopoulos et al., arXiv 2110.01052): biases are tried
+from the safest up, each by a test of "the mean score drops by the limit or more against exact
+decoding" at the full level, until the first that cannot be rejected. Whatever the biases do, the
+probability that the chosen one drops by more is at most the level.
 
-The test is a bet on paired differences d = score of exact decoding - score of the gate, in [-1, 1], one a prompt
-(Waudby-Smith and Ramdas, arXiv 2010.09686): capital prod over t of (1 + b_t (limit - d_t)) with stakes b_t that look at
-earlier prompts only. Where the mean drop is at least the limit the capital is a supermartingale, so it passes 1 / level
-with probability at most `level`, for any number of prompts. Assumed: prompts drawn independently from those to come.
-Of 500 prompts with no drop at all and a limit of .02 it shows that in 91 / 72 / 40 % where 1 / 2 / 5 % of prompts are
-scored differently; a t test does in 99 / 93 / 65 % but also lets 12 % pass whose drop is at the limit.
+The test is a bet on paired differences d = score of exact decoding - score of the gate, in [-1, 1],
+one a prompt (Waudby-Smith and Ramdas, arXiv 2010.09686): capital prod over t of (1 + b_t (limit -
+d_t)) with stakes b_t that look at earlier prompts only. Where the mean drop is at least the limit
+the capital is a supermartingale, so it passes 1 / level with probability at most `level`, for any
+number of prompts. Assumed: prompts drawn independently from those to come. Of 500 prompts with no
+drop at all and a limit of .02 it shows that in 91 / 72 / 40 % where 1 / 2 / 5 % of prompts are
+scored differently; a t test does in 99 / 93 / 65 % but also lets 12 % pass whose drop is at the
+limit.
 
-BUNDLE-calibration/ holds the bundle as it was, `bundle`, from which biases are counted, and the decoded texts.
+BUNDLE-calibration/ holds the bundle as it was, `bundle`, from which biases are counted, and the
+decoded texts.
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ from ..runtime.sampling import Sampling
 from .speed import read_results
 from .sweep import Cell, Sweep, cell_of
 
-LARGEST_STAKE = 0.9  # below 1 / (1 - limit), so that the capital stays positive, and the same for every limit
+LARGEST_STAKE = (
+    0.9  # below 1 / (1 - limit), so that the capital stays positive, and the same for every limit
+)
 CLOSED = -1e4  # added to a logit: a weight of exactly 0 in float32
 BIASES = [-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0]
 
@@ -65,34 +72,30 @@ def calibrate(
     threads: int = 1,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Choose a bundle's bias on validation prompts and write it, with the evidence, into the bundle.
+    """Choose a bundle's bias on validation prompts and write it, with the evidence, into the
+    bundle.
 
-    Where no bias is shown to stay within the limit the gate is closed, its weight 0 everywhere, and the exit code is 1.
+    Where no bias is shown to stay within the limit the gate is closed, its weight 0 everywhere, and
+    the exit code is 1.
 
-    Args:
-        bundle: folder that `diversed export` wrote; it is changed.
-        max_quality_drop: mean score that may be lost against exact decoding, such as 0.01 for one point of exact match.
-        level: probability with which the chosen bias may lose more.
-        biases: added to the gate's logit, counted from the bundle before it was ever calibrated.
-        out: folder for the texts and for the bundle as it was; by default BUNDLE-calibration.
-        target: folder, hub name or .gguf file of the model being served; by default the bundle's.
-        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval or jsonl; by default the bundle's. Its score is in [0, 1].
-        data: where the task's rows come from.
-        split: train, validation or test; figures on the split that the bias was chosen on are no evidence.
-        prompts: how many prompts of the split; more prompts justify a larger bias.
-        method: such as token or block.
-        seeds: of the sampled texts; a prompt's texts are averaged, which makes differences smaller.
-        draft_length: tokens drafted per target call; by default the bundle's.
-        sampling: temperature, top_k, top_p, min_p of both models.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
-        batch: prompts decoded together.
-        seed: of the choice and order of prompts.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads.
-        trust_remote_code: run model code that comes with a checkpoint.
+    Args: bundle: folder that `diversed export` wrote; it is changed. max_quality_drop: mean score
+        that may be lost against exact decoding, such as 0.01 for one point of exact match. level:
+        probability with which the chosen bias may lose more. biases: added to the gate's logit,
+        counted from the bundle before it was ever calibrated. out: folder for the texts and for the
+        bundle as it was; by default BUNDLE-calibration. target: folder, hub name or .gguf file of
+        the model being served; by default the bundle's. draft: folder, hub name or .gguf file of
+        the cheap model; by default the bundle's. task: sums, gsm8k, cnndm, xsum, wmt, mbpp,
+        humaneval or jsonl; by default the bundle's. Its score is in [0, 1]. data: where the task's
+        rows come from. split: train, validation or test; figures on the split that the bias was
+        chosen on are no evidence. prompts: how many prompts of the split; more prompts justify a
+        larger bias. method: such as token or block. seeds: of the sampled texts; a prompt's texts
+        are averaged, which makes differences smaller. draft_length: tokens drafted per target call;
+        by default the bundle's. sampling: temperature, top_k, top_p, min_p of both models.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
+        the question. max_new_tokens: tokens a text may have; by default the task's own number.
+        batch: prompts decoded together. seed: of the choice and order of prompts. dtype: auto,
+        float32, bfloat16 or float16. device: cpu, cuda, ..., or auto to spread the models. threads:
+        CPU threads. trust_remote_code: run model code that comes with a checkpoint.
     """
     options = dict(locals())
     biases = _check(max_quality_drop, level, biases)
@@ -100,51 +103,93 @@ def calibrate(
     with exclusive(folder):
         before = _before(Path(bundle), folder)
         card = load_bundle(before).card
-        models = {role: options[role] or card["models"][role]["name"] for role in ("target", "draft")}
+        models = {
+            role: options[role] or card["models"][role]["name"] for role in ("target", "draft")
+        }
         names = {bias: _relaxation(before, card, bias) for bias in biases}
         given = {name: value for name, value in options.items() if name not in OWN}
         sweep = prepare(
-            **given | models, out=str(folder), methods=[method], relaxations=["none", *names.values()],
-            temperatures=None, draft_lengths=None, chosen=[], num_shards=1, shard_index=0,
-            task=task or card["task"], draft_length=draft_length or card["draft_length"],
-        )  # fmt: skip
+            **given | models,
+            out=str(folder),
+            methods=[method],
+            relaxations=["none", *names.values()],
+            temperatures=None,
+            draft_lengths=None,
+            chosen=[],
+            num_shards=1,
+            shard_index=0,
+            task=task or card["task"],
+            draft_length=draft_length or card["draft_length"],
+        )
         if not sweep.task.scores_text:
             raise ValueError(
-                f"the score {sweep.task.metric} has no bounds; calibrate on a task whose score is in [0, 1]"
+                f"the score {sweep.task.metric} has no bounds; calibrate on a task whose score is"
+                " in [0, 1]"
             )
         tried = choose(_measured(sweep, names), max_quality_drop, level)
         _tell(tried, max_quality_drop, level)
         exact = _exact_score(sweep)
         if exact <= max_quality_drop:
             print(
-                f"note: exact decoding itself scores {exact:.3f} on these prompts, so nothing could lose more than "
-                f"{max_quality_drop:g} and this shows nothing about quality; give a smaller --max_quality_drop, or a "
-                "task that the target can do"
+                f"note: exact decoding itself scores {exact:.3f} on these prompts, so nothing could"
+                f" lose more than {max_quality_drop:g} and this shows nothing about quality; give a"
+                " smaller --max_quality_drop, or a task that the target can do"
             )
         evidence = {
-            "max_quality_drop": max_quality_drop, "level": level, "test": "betting, arXiv 2010.09686, fixed sequence",
-            "tried": tried, "method": method, "seeds": seeds,
+            "max_quality_drop": max_quality_drop,
+            "level": level,
+            "test": "betting, arXiv 2010.09686, fixed sequence",
+            "tried": tried,
+            "method": method,
+            "seeds": seeds,
             "head_sha256": sha256(before / "head.safetensors"),
             **{name: sweep.settings[name] for name in SETTINGS_STATED},
-        }  # fmt: skip
+        }
         return _write(Path(bundle), before, evidence)
 
 
-OWN = ("bundle", "max_quality_drop", "level", "biases", "method", "out", "target", "draft", "task", "draft_length")
-SETTINGS_STATED = ("task", "split", "source", "prompts", "draft_length", "sampling", "target", "draft")
+OWN = (
+    "bundle",
+    "max_quality_drop",
+    "level",
+    "biases",
+    "method",
+    "out",
+    "target",
+    "draft",
+    "task",
+    "draft_length",
+)
+SETTINGS_STATED = (
+    "task",
+    "split",
+    "source",
+    "prompts",
+    "draft_length",
+    "sampling",
+    "target",
+    "draft",
+)
 
 
 def choose(
     measured: Iterable[tuple[float, numpy.ndarray]], limit: float, level: float
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The evidence on every bias that was tried, from the safest up: all that passed and the first that did not.
+) -> list[dict[str, Any]]:
+    """The evidence on every bias that was tried, from the safest up: all that passed and the first
+    that did not.
 
-    measured: (bias, drops [P] in [-1, 1]), the drops of a bias asked for only where those before it passed.
+    measured: (bias, drops [P] in [-1, 1]), the drops of a bias asked for only where those before it
+        passed.
     """
     tried: list[dict[str, Any]] = []
     for bias, drops in measured:
         p_value = drop_test(drops, limit)
-        found = {"bias": bias, "drop": float(numpy.mean(drops)), "upper_bound": upper_bound(drops, level), "p": p_value}
+        found = {
+            "bias": bias,
+            "drop": float(numpy.mean(drops)),
+            "upper_bound": upper_bound(drops, level),
+            "p": p_value,
+        }
         tried.append(found | {"prompts": len(drops), "passed": p_value <= level})
         if p_value > level:
             break
@@ -152,7 +197,9 @@ def choose(
 
 
 def drop_test(drops: Sequence[float], limit: float) -> float:
-    """p-value of "the mean drop is at least `limit`", valid for any number of independent drops [P] in [-1, 1]."""
+    """p-value of "the mean drop is at least `limit`", valid for any number of independent drops [P]
+    in [-1, 1].
+    """
     return math.exp(-max(0.0, _capital(numpy.asarray(drops, dtype=numpy.float64), limit)))
 
 
@@ -172,11 +219,15 @@ def _capital(drops: numpy.ndarray, limit: float) -> float:
 
 
 def _stakes(drops: numpy.ndarray) -> numpy.ndarray:
-    """[P] the stake before each drop, from the earlier ones: what is best for their variance at a level of 5 %."""
+    """[P] the stake before each drop, from the earlier ones: what is best for their variance at a
+    level of 5 %.
+    """
     count = numpy.arange(1, len(drops) + 1)
     squares = (drops - drops.cumsum() / count) ** 2
     variance = (0.02 + numpy.concatenate([[0.0], squares.cumsum()[:-1]])) / count
-    return numpy.minimum(LARGEST_STAKE, numpy.sqrt(2 * math.log(1 / 0.05) / (len(drops) * variance)))
+    return numpy.minimum(
+        LARGEST_STAKE, numpy.sqrt(2 * math.log(1 / 0.05) / (len(drops) * variance))
+    )
 
 
 def _check(max_quality_drop: float, level: float, biases: list[float]) -> list[float]:
@@ -185,19 +236,24 @@ def _check(max_quality_drop: float, level: float, biases: list[float]) -> list[f
         if not 0 < value < 1:
             raise ValueError(f"`{name}` must lie between 0 and 1, both excluded, got {value}")
     if not biases or not all(abs(bias) < -CLOSED for bias in biases):
-        raise ValueError(f"`biases` must be numbers between {CLOSED:g} and {-CLOSED:g}, at least one, got {biases}")
+        raise ValueError(
+            f"`biases` must be numbers between {CLOSED:g} and {-CLOSED:g}, at least one, got"
+            f" {biases}"
+        )
     return sorted(set(biases))
 
 
 def _before(bundle: Path, folder: Path) -> Path:
-    """The bundle as it was before it was calibrated, kept in the folder; refuses one that is of another head."""
+    """The bundle as it was before it was calibrated, kept in the folder; refuses one that is of
+    another head.
+    """
     kept = folder / "bundle"
     card = load_bundle(bundle).card
     if not kept.exists():
         if "calibration" in card:
             raise ValueError(
-                f"bundle {bundle} was calibrated before, and {kept}, which holds it as it was, is not there; export it "
-                "again with `diversed export`, then calibrate"
+                f"bundle {bundle} was calibrated before, and {kept}, which holds it as it was, is"
+                " not there; export it again with `diversed export`, then calibrate"
             )
         new = folder / ".bundle"
         shutil.rmtree(new, ignore_errors=True)
@@ -205,9 +261,16 @@ def _before(bundle: Path, folder: Path) -> Path:
         for name in FILES:
             write_whole(new / name, (bundle / name).read_bytes())
         new.rename(kept)
-    head = card["calibration"]["head_sha256"] if "calibration" in card else sha256(bundle / "head.safetensors")
+    head = (
+        card["calibration"]["head_sha256"]
+        if "calibration" in card
+        else sha256(bundle / "head.safetensors")
+    )
     if head != sha256(kept / "head.safetensors"):
-        raise ValueError(f"{folder} holds the calibration of another head; choose another --out or delete the folder")
+        raise ValueError(
+            f"{folder} holds the calibration of another head; choose another --out or delete the"
+            " folder"
+        )
     return kept
 
 
@@ -225,22 +288,32 @@ def _measured(sweep: Sweep, names: dict[float, str]) -> Iterator[tuple[float, nu
 
 
 def _drops(sweep: Sweep, name: str) -> numpy.ndarray:
-    """[P] score of exact decoding minus that of the gate, means over a prompt's seeds, in the order of the prompts."""
-    cells: dict[Cell, dict[int, float]] = {cell: {} for cell in sweep.cells if cell.relaxation in ("none", name)}
+    """[P] score of exact decoding minus that of the gate, means over a prompt's seeds, in the order
+    of the prompts.
+    """
+    cells: dict[Cell, dict[int, float]] = {
+        cell: {} for cell in sweep.cells if cell.relaxation in ("none", name)
+    }
     for record in read_results(sweep.file):
         if cell_of(record) in cells:
             cells[cell_of(record)][record["prompt"]] = record["score"]
     signed = [
-        numpy.array([scores[prompt] for prompt in range(len(sweep.prompts))]) * (1 if cell.relaxation == "none" else -1)
+        numpy.array([scores[prompt] for prompt in range(len(sweep.prompts))])
+        * (1 if cell.relaxation == "none" else -1)
         for cell, scores in cells.items()
     ]
     if not all(((side >= -1) & (side <= 1)).all() for side in signed):
-        raise ValueError(f"the scores of {sweep.task.name} must lie in [0, 1]; calibrate on a task whose score does")
+        raise ValueError(
+            f"the scores of {sweep.task.name} must lie in [0, 1]; calibrate on a task whose score"
+            " does"
+        )
     return 2 * numpy.mean(signed, axis=0)
 
 
 def _exact_score(sweep: Sweep) -> float:
-    scores = [record["score"] for record in read_results(sweep.file) if record["relaxation"] == "none"]
+    scores = [
+        record["score"] for record in read_results(sweep.file) if record["relaxation"] == "none"
+    ]
     return sum(scores) / len(scores)
 
 
@@ -248,8 +321,9 @@ def _tell(tried: list[dict[str, Any]], limit: float, level: float) -> None:
     for found in tried:
         verdict = "within" if found["passed"] else "not shown to be within"
         print(
-            f"bias {found['bias']:g}: quality drop {found['drop']:+.4f}, at most {found['upper_bound']:.4f} at level "
-            f"{level:g}; {verdict} {limit:g} (p {found['p']:.2g})"
+            f"bias {found['bias']:g}: quality drop {found['drop']:+.4f}, at most"
+            f" {found['upper_bound']:.4f} at level {level:g}; {verdict} {limit:g} (p"
+            f" {found['p']:.2g})"
         )
 
 
@@ -262,10 +336,13 @@ def _write(bundle: Path, before: Path, evidence: dict[str, Any]) -> bool:
     write_bundle(bundle, loaded.head, with_calibration(loaded.card, evidence | {"bias": bias}))
     if bias is None:
         print(
-            f"no bias of {bundle} is shown to lose at most {evidence['max_quality_drop']:g} of the score on "
-            f"{evidence['prompts']} prompts: its gate is closed now, which is exact decoding; give more --prompts, "
-            "lower --biases or a larger --max_quality_drop"
+            f"no bias of {bundle} is shown to lose at most {evidence['max_quality_drop']:g} of the"
+            f" score on {evidence['prompts']} prompts: its gate is closed now, which is exact"
+            " decoding; give more --prompts, lower --biases or a larger --max_quality_drop"
         )
         return False
-    print(f"bundle {bundle} now has bias {bias:g} in its gate; --relaxation '{bundle};bias=...' counts from there")
+    print(
+        f"bundle {bundle} now has bias {bias:g} in its gate; --relaxation '{bundle};bias=...'"
+        " counts from there"
+    )
     return True

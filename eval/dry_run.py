@@ -1,4 +1,6 @@
-"""`diversed eval --dry_run`: the cells of a sweep, what they cost, and what each will be compared with."""
+"""`diversed eval --dry_run`: the cells of a sweep, what they cost, and what each will be compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +22,61 @@ def tell(sweep: Sweep) -> None:
         console = Console(file=console.file, width=200)
     records = [record for path in sweep.files() for record in read_results(path)]
     done = sweep.whole_units()
-    missing = {cell: sum(len(unit) for unit in sweep.units if (cell, unit.start) not in done) for cell in sweep.cells}
+    missing = {
+        cell: sum(len(unit) for unit in sweep.units if (cell, unit.start) not in done)
+        for cell in sweep.cells
+    }
     seconds, source = _seconds(sweep, records, missing)
     table = Table(header_style="bold", box=SIMPLE_HEAD)
-    for name in ("method", "relaxation", "temperature", "draft length", "seed", "texts to decode", "seconds"):
-        table.add_column(name, justify="left" if name in ("method", "relaxation") else "right", overflow="fold")
+    for name in (
+        "method",
+        "relaxation",
+        "temperature",
+        "draft length",
+        "seed",
+        "texts to decode",
+        "seconds",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("method", "relaxation") else "right", overflow="fold"
+        )
     table.add_column("compared with", overflow="fold")
     points = list(dict.fromkeys([*map(cell_of, records), *sweep.cells]))
     for cell in sweep.cells:
         method, relaxation, temperature, length, seed = cell
         table.add_row(
-            method, relaxation, f"{temperature:g}", str(length), str(seed), f"{missing[cell]:,}",
-            f"{missing[cell] * seconds[cell]:,.0f}", compared_with(points, cell, sweep.settings["chosen"]),
-        )  # fmt: skip
+            method,
+            relaxation,
+            f"{temperature:g}",
+            str(length),
+            str(seed),
+            f"{missing[cell]:,}",
+            f"{missing[cell] * seconds[cell]:,.0f}",
+            compared_with(points, cell, sweep.settings["chosen"]),
+        )
     console.print(table)
     total = sum(missing[cell] * seconds[cell] for cell in sweep.cells)
     console.print(
-        f"{sum(missing.values()):,} texts to decode of {len(sweep.cells) * len(sweep.prompts):,}, about {total:,.0f} s "
-        f"of decoding in one process, {source}; scoring comes on top", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{sum(missing.values()):,} texts to decode of {len(sweep.cells) * len(sweep.prompts):,},"
+        f" about {total:,.0f} s of decoding in one process, {source}; scoring comes on top",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
-def _seconds(sweep: Sweep, records: list[dict[str, Any]], missing: dict[Cell, int]) -> tuple[dict[Cell, float], str]:
+def _seconds(
+    sweep: Sweep, records: list[dict[str, Any]], missing: dict[Cell, int]
+) -> tuple[dict[Cell, float], str]:
     """Seconds a text of every cell, and where the figure comes from: earlier records, else a probe."""
     began: dict[Cell, list[float]] = {}
     for record in records:
         began.setdefault(cell_of(record)._replace(seed=0), []).append(record["seconds"])
     if began:
         known = [second for values in began.values() for second in values]
-        source = f"estimated from {len(known):,} texts decoded before (of the same point where it has some)"
+        source = (
+            f"estimated from {len(known):,} texts decoded before (of the same point where it has"
+            " some)"
+        )
     else:
         unit = max(sweep.units, key=len)
         first = next(cell for cell in sweep.cells if missing[cell])

@@ -1,4 +1,6 @@
-"""What the files of a run folder say, for the report page. Nothing here looks outside the folder or loads a model."""
+"""What the files of a run folder say, for the report page. Nothing here looks outside the folder or
+loads a model.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,30 @@ from .speed import POINT, SETTINGS, read_results, summarise
 from .statement import SPEEDS, Statement, every_statement
 
 RESULTS, COMMANDS, TOKENS = "results.jsonl", "commands.json", "tokens.json"
-NEEDED = {"target": dict, "draft": dict, "task": str, "data": dict, "split": str, "prompts": int, "seed": int}
-NEEDED |= {"sampling": dict, "max_prompt_tokens": int, "batch": int, "dtype": str, "device": str, "threads": int}
+NEEDED = {
+    "target": dict,
+    "draft": dict,
+    "task": str,
+    "data": dict,
+    "split": str,
+    "prompts": int,
+    "seed": int,
+}
+NEEDED |= {
+    "sampling": dict,
+    "max_prompt_tokens": int,
+    "batch": int,
+    "dtype": str,
+    "device": str,
+    "threads": int,
+}
 LISTED = ("*.json", "*.jsonl", "*.png", "bundle*/*", "train/train.json", "train/head.safetensors")
-LISTED += ("traces/manifest.json", "round-*/t*/train.json", "round-*/t*/head.safetensors", "round-*/t*/manifest.json")
+LISTED += (
+    "traces/manifest.json",
+    "round-*/t*/train.json",
+    "round-*/t*/head.safetensors",
+    "round-*/t*/manifest.json",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,8 @@ class Run:
     name:     distinguishes it from the other runs of a page.
     rows:     those of `summarise` with `run`, and a 95 % interval by prompt of tokens_per_call and step_acceptance.
     cards:    relaxation source -> card of its bundle, where the folder holds that very head; folders: where.
-    commands: entries of COMMANDS, [] where no one wrote any down. manifest, training: of traces and head, or None.
+    commands: entries of COMMANDS, [] where no one wrote any down. manifest, training: of traces and
+        head, or None.
     """
 
     name: str
@@ -52,11 +75,14 @@ class Run:
 def read_runs(folders: Sequence[str | Path], quality: str = "score") -> list[Run]:
     """Every folder's facts; ValueError or OSError with one sentence where one is no run.
 
-    quality: score, the task's, or likelihood, the target's mean log-probability of a token in its place.
+    quality: score, the task's, or likelihood, the target's mean log-probability of a token in its
+        place.
     """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"`runs` names a folder twice: {', '.join(map(str, paths))}; name each once")
+        raise ValueError(
+            f"`runs` names a folder twice: {', '.join(map(str, paths))}; name each once"
+        )
     return [_read(path, name, quality) for path, name in zip(paths, _names(paths), strict=True)]
 
 
@@ -77,47 +103,79 @@ def _read(folder: Path, name: str, quality: str) -> Run:
     from ..runtime.bundle import read_card
 
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; name one that `diversed eval` or `diversed run` wrote")
+        raise FileNotFoundError(
+            f"{folder} is not a folder; name one that `diversed eval` or `diversed run` wrote"
+        )
     records = read_results(folder / RESULTS)
     if not records:
-        raise ValueError(f"{folder / RESULTS} holds no result yet; run `diversed eval` to its end first")
+        raise ValueError(
+            f"{folder / RESULTS} holds no result yet; run `diversed eval` to its end first"
+        )
     if quality == "likelihood":
         metric = SCORES["target_logprob"].metric
         records = [
-            record | {"score": record["target_logprob"] / max(1, record["positions"]), "metric": metric}
+            record
+            | {
+                "score": record["target_logprob"] / max(1, record["positions"]),
+                "metric": metric,
+            }
             for record in records
         ]
     if not (folder / SETTINGS).is_file():
         raise FileNotFoundError(f"{folder / SETTINGS} does not exist; `diversed eval` writes it")
     settings = read_settings(folder / SETTINGS, "folder")
     if bad := [key for key, kind in NEEDED.items() if not isinstance(settings.get(key), kind)]:
-        raise ValueError(f"{folder / SETTINGS} lacks {', '.join(bad)}; run `diversed eval` again, to another folder")
+        raise ValueError(
+            f"{folder / SETTINGS} lacks {', '.join(bad)}; run `diversed eval` again, to another"
+            " folder"
+        )
     rows = summarise(records)
-    rows = [row | {"run": name} | ends for row, ends in zip(rows, _intervals(rows, records), strict=True)]
+    rows = [
+        row | {"run": name} | ends
+        for row, ends in zip(rows, _intervals(rows, records), strict=True)
+    ]
     heads = settings.get("heads") if isinstance(settings.get("heads"), dict) else {}
     places = {source: folder / Path(source).name for source in heads}
-    held = {source: place for source, place in places.items() if head_checksum(place) == heads[source]}
+    held = {
+        source: place for source, place in places.items() if head_checksum(place) == heads[source]
+    }
     return Run(
-        name=name, folder=folder, settings=settings, records=records, rows=rows,
-        statements=every_statement(records, settings.get("chosen") or ()), folders=held,
-        cards={source: read_card(place) for source, place in held.items()}, commands=_listed(folder / COMMANDS),
-        manifest=_object(folder / "traces" / "manifest.json"), training=_object(folder / "train" / "train.json"),
-    )  # fmt: skip
+        name=name,
+        folder=folder,
+        settings=settings,
+        records=records,
+        rows=rows,
+        statements=every_statement(records, settings.get("chosen") or ()),
+        folders=held,
+        cards={source: read_card(place) for source, place in held.items()},
+        commands=_listed(folder / COMMANDS),
+        manifest=_object(folder / "traces" / "manifest.json"),
+        training=_object(folder / "train" / "train.json"),
+    )
 
 
 def _intervals(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Ends of the 95 % intervals of both speeds of every row, prompts resampled with their seeds."""
-    sums: dict[tuple, dict[int, numpy.ndarray]] = {tuple(row[name] for name in POINT): {} for row in rows}
+    sums: dict[tuple, dict[int, numpy.ndarray]] = {
+        tuple(row[name] for name in POINT): {} for row in rows
+    }
     for record in records:
         mine = sums[tuple(record[name] for name in POINT)]
-        values = (len(record["tokens"]), *(record[name] for name in ("target_calls", "acceptance", "positions")))
-        mine[record["prompt"]] = mine.get(record["prompt"], 0) + numpy.array(values, dtype=numpy.float64)
+        values = (
+            len(record["tokens"]),
+            *(record[name] for name in ("target_calls", "acceptance", "positions")),
+        )
+        mine[record["prompt"]] = mine.get(record["prompt"], 0) + numpy.array(
+            values, dtype=numpy.float64
+        )
     tables = [numpy.array(list(mine.values())) for mine in sums.values()]
     ends: list[dict[str, float]] = [{} for _ in rows]
     for count in {len(table) for table in tables}:
         members = [index for index, table in enumerate(tables) if len(table) == count]
         beside = numpy.concatenate([tables[index] for index in members], 1)
-        drawn = numpy.concatenate([weights @ beside for weights in resampled(count)]).reshape(-1, len(members), 2, 2)
+        drawn = numpy.concatenate([weights @ beside for weights in resampled(count)]).reshape(
+            -1, len(members), 2, 2
+        )
         with numpy.errstate(invalid="ignore", divide="ignore"):
             low, high = numpy.percentile(drawn[..., 0] / drawn[..., 1], [2.5, 97.5], axis=0)
         for number, index in enumerate(members):
@@ -128,16 +186,25 @@ def _intervals(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> lis
 
 
 def best_point(run: Run) -> dict[str, Any] | None:
-    """The row of the learned point that gains most over static blending of its quality, by its interval's lower end.
+    """The row of the learned point that gains most over static blending of its quality, by its
+    interval's lower end.
 
-    The operating point of a calibrated bundle comes first; without any statement the first learned point.
+    The operating point of a calibrated bundle comes first; without any statement the first learned
+    point.
     """
     from .figure import describe
 
-    learned = [row for row in run.rows if describe(row["relaxation"])[0] == "learned" and row["method"] != "plain"]
+    learned = [
+        row
+        for row in run.rows
+        if describe(row["relaxation"])[0] == "learned" and row["method"] != "plain"
+    ]
     calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
     gains = {_point(one): one.low for one in run.statements if one.speed == next(iter(SPEEDS))}
-    ranked = sorted(calibrated or learned, key=lambda row: -gains.get(tuple(row[name] for name in POINT), -numpy.inf))
+    ranked = sorted(
+        calibrated or learned,
+        key=lambda row: -gains.get(tuple(row[name] for name in POINT), -numpy.inf),
+    )
     return ranked[0] if ranked else None
 
 
@@ -156,10 +223,17 @@ def _names(folders: list[Path]) -> list[str]:
 
 
 def files(run: Run) -> list[tuple[str, int, str]]:
-    """(path, bytes, sha256) of what the folder holds: not traces, which the manifest lists, nor pages."""
-    found = sorted({path for pattern in LISTED for path in run.folder.glob(pattern) if path.is_file()})
+    """(path, bytes, sha256) of what the folder holds: not traces, which the manifest lists, nor
+    pages.
+    """
+    found = sorted(
+        {path for pattern in LISTED for path in run.folder.glob(pattern) if path.is_file()}
+    )
     shown = [path for path in found if not path.name.startswith(".")]
-    return [(path.relative_to(run.folder).as_posix(), path.stat().st_size, sha256(path)) for path in shown]
+    return [
+        (path.relative_to(run.folder).as_posix(), path.stat().st_size, sha256(path))
+        for path in shown
+    ]
 
 
 def head_checksum(bundle: Path) -> str | None:
@@ -179,7 +253,12 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it, the commands so far are lost") from None
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it, the commands so far are lost"
+        ) from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} is damaged (it holds no list of objects); delete it, the commands so far are lost")
+        raise ValueError(
+            f"{path} is damaged (it holds no list of objects); delete it, the commands so far are"
+            " lost"
+        )
     return entries

@@ -1,4 +1,6 @@
-"""The sections of the report page that are figures: quality against speed, acceptance by depth, tokens/s by batch."""
+"""The sections of the report page that are figures: quality against speed, acceptance by depth,
+tokens/s by batch.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from .statement import static_place
 LIKELIHOOD = SCORES["target_logprob"].metric
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
 LEGEND = {
-    "exact": "exact decoding", "static": "static blend, labelled with the draft's share w",
-    "learned": "learned gate, labelled with its bias", "gate": "gate given as code", "other": "other rules",
-}  # fmt: skip
+    "exact": "exact decoding",
+    "static": "static blend, labelled with the draft's share w",
+    "learned": "learned gate, labelled with its bias",
+    "gate": "gate given as code",
+    "other": "other rules",
+}
 
 
 def groups(rows: list[Row]) -> dict[str, list[Row]]:
-    """Words -> the rows that share figures: one task and method; in one run also one temperature and draft length."""
+    """Words -> the rows that share figures: one task and method; in one run also one temperature
+    and draft length.
+    """
     found: dict[str, list[Row]] = {}
     alone = len({row["run"] for row in rows}) == 1
     for row in rows:
@@ -35,7 +42,9 @@ def groups(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _variants(rows: list[Row]) -> dict[tuple, str]:
     """(run, temperature, draft length) -> words that tell them apart."""
-    keys = list(dict.fromkeys((row["run"], row["temperature"], row["draft_length"]) for row in rows))
+    keys = list(
+        dict.fromkeys((row["run"], row["temperature"], row["draft_length"]) for row in rows)
+    )
     names = ("{}", "temperature {}", "draft length {}")
     several = [index for index in range(3) if len({key[index] for key in keys}) > 1]
     return {key: ", ".join(names[index].format(key[index]) for index in several) for key in keys}
@@ -46,7 +55,9 @@ def _variant(row: Row) -> tuple:
 
 
 def name_of(row: Row, rows: list[Row]) -> str:
-    """A point's short name: its share, its bias, with the bundle's name where the rows have several."""
+    """A point's short name: its share, its bias, with the bundle's name where the rows have
+    several.
+    """
     kind, words = describe(row["relaxation"])
     bundles = {_bundle(other) for other in rows if describe(other["relaxation"])[0] == "learned"}
     if kind == "learned":
@@ -61,25 +72,32 @@ def _bundle(row: Row) -> str:
 
 def frontiers(rows: list[Row]) -> Markup:
     about = (
-        "Upper right is better. Bars are 95 % intervals in both directions, prompts resampled; the blue line "
-        "joins exact decoding and the static blends in the order of w, those of probabilities on one side and those of "
-        "logits on the other. Hover a point for its numbers."
+        "Upper right is better. Bars are 95 % intervals in both directions, prompts resampled; the"
+        " blue line joins exact decoding and the static blends in the order of w, those of"
+        " probabilities on one side and those of logits on the other. Hover a point for its"
+        " numbers."
     )
     if any(row["metric"] == LIKELIHOOD for row in rows):
         about += (
-            " A log-probability above exact decoding's is no better quality: such a rule leaves out tokens that the "
-            "target itself writes now and then, and its texts are not the target's (texts p)."
+            " A log-probability above exact decoding's is no better quality: such a rule leaves out"
+            " tokens that the target itself writes now and then, and its texts are not the target's"
+            " (texts p)."
         )
     parts = [tag("p", about)]
     for words, group in groups(rows).items():
         metric = group[0]["metric"] or "score"
-        charts = [tag("figure", scatter(*_points(group, speed), name, metric)) for speed, name in SPEED_NAMES.items()]
+        charts = [
+            tag("figure", scatter(*_points(group, speed), name, metric))
+            for speed, name in SPEED_NAMES.items()
+        ]
         parts.append([tag("h3", words), tag("div", charts, class_="pair"), _legend(group)])
     return section("frontier", "Quality against speed", parts)
 
 
 def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]]:
-    """Every row's point, and the lines of each variant: exact and static blends in order, a bundle by its biases."""
+    """Every row's point, and the lines of each variant: exact and static blends in order, a bundle
+    by its biases.
+    """
     variants = list(_variants(rows))
     points, families = [], {}
     for row in sorted(rows, key=lambda row: row[speed]):
@@ -89,15 +107,24 @@ def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]
         shape = variants.index(_variant(row))
         x, y = ((row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in (speed, "score"))
         name = name_of(row, rows)
-        title = f"{row['relaxation']} {_variants(rows)[_variant(row)]}: {row['metric']} {number(y[0], 3)}"
-        title += f"{interval(*y[1:], 3)}, {SPEED_NAMES[speed]} {number(x[0], 3)}{interval(*x[1:], 3)}"
-        point = Point(x, y, kind, shape, name if shape == 0 or kind in ("learned", "gate") else "", title)
+        title = (
+            f"{row['relaxation']} {_variants(rows)[_variant(row)]}: {row['metric']}"
+            f" {number(y[0], 3)}"
+        )
+        title += (
+            f"{interval(*y[1:], 3)}, {SPEED_NAMES[speed]} {number(x[0], 3)}{interval(*x[1:], 3)}"
+        )
+        point = Point(
+            x, y, kind, shape, name if shape == 0 or kind in ("learned", "gate") else "", title
+        )
         points.append(point)
         if (place := static_place(row["relaxation"])) is not None:
             families.setdefault((shape, "static"), []).append((place, point))
         elif kind == "learned":
             families.setdefault((shape, row["relaxation"].split(";")[0]), []).append((x[0], point))
-    ordered = [[point for _, point in sorted(line, key=lambda pair: pair[0])] for line in families.values()]
+    ordered = [
+        [point for _, point in sorted(line, key=lambda pair: pair[0])] for line in families.values()
+    ]
     return points, [line for line in ordered if len(line) > 1]
 
 
@@ -106,29 +133,51 @@ def _legend(rows: list[Row]) -> Markup:
     items = [tag("li", symbol(kind, 0), LEGEND[kind]) for kind in kinds]
     variants = _variants(rows)
     if len(variants) > 1:
-        items += [tag("li", symbol("plain", shape), words) for shape, words in enumerate(variants.values())]
+        items += [
+            tag("li", symbol("plain", shape), words)
+            for shape, words in enumerate(variants.values())
+        ]
     return tag("ul", items, class_="legend")
 
 
 def depths(rows: list[Row]) -> Markup:
     parts = [
-        tag("p", "Share of the target calls that drafted to a depth in which all drafted tokens up to it were kept; "
-            "drafts that reach past the end of the text count up to it. Static blends: the smallest and largest w.")
-    ]  # fmt: skip
+        tag(
+            "p",
+            "Share of the target calls that drafted to a depth in which all drafted tokens up to it"
+            " were kept; drafts that reach past the end of the text count up to it. Static blends:"
+            " the smallest and largest w.",
+        )
+    ]
     for words, group in groups(rows).items():
-        ticks = [str(depth) for depth in range(1, 1 + max(len(row["acceptance_by_depth"]) for row in group))]
+        ticks = [
+            str(depth)
+            for depth in range(1, 1 + max(len(row["acceptance_by_depth"]) for row in group))
+        ]
         if not ticks:
             continue
-        chart = lines([_depth_line(row, group, len(ticks)) for row in _main(group)], ticks, "depth", "accepted so far")
+        chart = lines(
+            [_depth_line(row, group, len(ticks)) for row in _main(group)],
+            ticks,
+            "depth",
+            "accepted so far",
+        )
         head = [tag("th", words, scope="col") for words in ("relaxation", *ticks)]
         body = [
-            tag("tr", tag("th", row["relaxation"], *_aside(row, group), scope="row"),
-                [tag("td", number(value, 3)) for value in row["acceptance_by_depth"]])
+            tag(
+                "tr",
+                tag("th", row["relaxation"], *_aside(row, group), scope="row"),
+                [tag("td", number(value, 3)) for value in row["acceptance_by_depth"]],
+            )
             for row in group
-        ]  # fmt: skip
-        table = wide(tag("table", tag("thead", tag("tr", head)), tag("tbody", body)), "Acceptance by depth")
+        ]
+        table = wide(
+            tag("table", tag("thead", tag("tr", head)), tag("tbody", body)), "Acceptance by depth"
+        )
         details = tag("details", tag("summary", "All cells in numbers"), table)
-        parts.append([tag("h3", words), tag("figure", chart, class_="one"), _legend(_main(group)), details])
+        parts.append(
+            [tag("h3", words), tag("figure", chart, class_="one"), _legend(_main(group)), details]
+        )
     return section("depth", "Acceptance by depth", parts)
 
 
@@ -138,7 +187,9 @@ def _aside(row: Row, rows: list[Row]) -> list[Markup]:
 
 
 def _main(rows: list[Row]) -> list[Row]:
-    """Exact decoding, the learned points and gates, and of every variant's static blends the outermost."""
+    """Exact decoding, the learned points and gates, and of every variant's static blends the
+    outermost.
+    """
     chosen = []
     for variant in _variants(rows):
         mine = [row for row in rows if _variant(row) == variant]
@@ -146,7 +197,9 @@ def _main(rows: list[Row]) -> list[Row]:
         statics.sort(key=lambda row: parse(row["relaxation"]).constant)
         outer = statics[:1] + statics[1:][-1:]
         chosen += [
-            row for row in mine if row in outer or describe(row["relaxation"])[0] in ("exact", "learned", "gate")
+            row
+            for row in mine
+            if row in outer or describe(row["relaxation"])[0] in ("exact", "learned", "gate")
         ]
     return chosen
 
@@ -174,12 +227,22 @@ def batches(runs: list[Run], rows: list[Row]) -> Markup | None:
     for words, group in groups(rows).items():
         found: dict[tuple, dict[int, Row]] = {}
         for row in _main(group):
-            found.setdefault((_name(row, group), describe(row["relaxation"])[0]), {})[sizes[row["run"]]] = row
+            found.setdefault((_name(row, group), describe(row["relaxation"])[0]), {})[
+                sizes[row["run"]]
+            ] = row
         series = [
-            Line([by[size]["tokens_per_second"] if size in by else None for size in ticks], kind, 0, name)
-            for (name, kind), by in found.items() if len(by) > 1
-        ]  # fmt: skip
+            Line(
+                [by[size]["tokens_per_second"] if size in by else None for size in ticks],
+                kind,
+                0,
+                name,
+            )
+            for (name, kind), by in found.items()
+            if len(by) > 1
+        ]
         if series:
             chart = lines(series, [str(size) for size in ticks], "batch", "tokens/s", zero=True)
-            parts.append([tag("h3", f"Tokens/s against batch: {words}"), tag("figure", chart, class_="one")])
+            parts.append(
+                [tag("h3", f"Tokens/s against batch: {words}"), tag("figure", chart, class_="one")]
+            )
     return tag("div", parts) if parts else None

@@ -1,4 +1,6 @@
-"""HTML and SVG that is escaped by construction: a string is text, only what `tag` returns is markup."""
+"""HTML and SVG that is escaped by construction: a string is text, only what `tag` returns is
+markup.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def tag(element: str, /, *children: object, **attributes: object) -> Markup:
     """One element.
 
     children: text (escaped), markup, lists of both; None is left out.
-    attributes: `class_` is class, `data_v` is data-v; None and False are left out, True has no value.
+    attributes: `class_` is class, `data_v` is data-v; None and False are left out, True has no
+        value.
     """
     words = [element]
     for key, value in attributes.items():
@@ -24,7 +27,9 @@ def tag(element: str, /, *children: object, **attributes: object) -> Markup:
             key = key.rstrip("_").replace("_", "-")
             words.append(key if value is True else f'{key}="{text(value)}"')
     inside = joined(children)
-    return Markup(f"<{' '.join(words)}>" if element in VOID else f"<{' '.join(words)}>{inside}</{element}>")
+    return Markup(
+        f"<{' '.join(words)}>" if element in VOID else f"<{' '.join(words)}>{inside}</{element}>"
+    )
 
 
 def joined(children: object) -> Markup:
@@ -39,6 +44,12 @@ def joined(children: object) -> Markup:
 
 
 def text(value: object) -> Markup:
-    """A value as text. What no file or page can hold, half a surrogate pair or a control character, becomes U+FFFD."""
-    readable = str(value).encode("utf-8", "replace").decode() if not str(value).isascii() else str(value)
-    return Markup(html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", readable)))
+    """A value as text. What no file or page can hold, half a surrogate pair or a control character,
+    becomes U+FFFD.
+    """
+    readable = (
+        str(value).encode("utf-8", "replace").decode() if not str(value).isascii() else str(value)
+    )
+    return Markup(
+        html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", readable))
+    )

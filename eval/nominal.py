@@ -1,8 +1,9 @@
 """How often the statements err, on stored results: a static point under two seeds is its own twin.
 
-One seed stands for a learned point, the other for the static one, so every `better` is a false alarm and every interval
-of a quality drop that leaves out 0 a miss. A trial draws prompts with replacement and tosses a coin on each for which
-seed is which; intervals are as good as they say if false alarms come in at most 2.5 % of trials and misses in 5 %.
+One seed stands for a learned point, the other for the static one, so every `better` is a false
+alarm and every interval of a quality drop that leaves out 0 a miss. A trial draws prompts with
+replacement and tosses a coin on each for which seed is which; intervals are as good as they say if
+false alarms come in at most 2.5 % of trials and misses in 5 %.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .statement import COLUMNS, LEVEL, SPEEDS, differences, is_better, static_pl
 
 @dataclass(frozen=True)
 class Rate:
-    """found of trials, beside the most that a binomial of the nominal rate passes with probability 1 %.
+    """found of trials, beside the most that a binomial of the nominal rate passes with probability
+    1 %.
 
-    what: a key of SPEEDS, found are trials that call this static point better; or "quality drop", found are misses.
+    what: a key of SPEEDS, found are trials that call this static point better; or "quality drop",
+        found are misses.
     """
 
     method: str
@@ -36,26 +39,34 @@ class Rate:
 
     def __str__(self) -> str:
         return (
-            f"{self.method} {self.relaxation}, {self.what}: {self.found} of {self.trials} "
-            f"({self.found / self.trials:.2%}), {'within' if self.found <= self.allowed else 'ABOVE'} the bound of "
-            f"{self.allowed}"
+            f"{self.method} {self.relaxation}, {self.what}: {self.found} of {self.trials}"
+            f" ({self.found / self.trials:.2%}),"
+            f" {'within' if self.found <= self.allowed else 'ABOVE'} the bound of {self.allowed}"
         )
 
 
 def rates(
-    records: Sequence[dict[str, Any]], trials: int = 1000, resamples: int = 1000, prompts: int | None = None,
+    records: Sequence[dict[str, Any]],
+    trials: int = 1000,
+    resamples: int = 1000,
+    prompts: int | None = None,
     seed: int = 0,
-) -> list[Rate]:  # fmt: skip
-    """The false alarms of every static point with two seeds, and the misses of exact decoding's quality drop.
+) -> list[Rate]:
+    """The false alarms of every static point with two seeds, and the misses of exact decoding's
+    quality drop.
 
     prompts: drawn in a trial; as many as there are if not given.
     """
     found = []
     for group, twins in _twins(records).items():
         names = [name for _, name in sorted((static_place(name), name) for name in twins)]
-        shared = sorted(set.intersection(*(set(texts) for pair in twins.values() for texts in pair)))
+        shared = sorted(
+            set.intersection(*(set(texts) for pair in twins.values() for texts in pair))
+        )
         tables = {
-            column: numpy.stack([table([twins[name][side] for name in names], shared, column) for side in (0, 1)])
+            column: numpy.stack(
+                [table([twins[name][side] for name in names], shared, column) for side in (0, 1)]
+            )
             for column in COLUMNS
         }
         trial = _Trials(tables, trials, resamples, prompts or len(shared), seed)
@@ -63,14 +74,22 @@ def rates(
         for row, name in enumerate(names):
             counts = [(speed, trial.alarms(row, speed), LEVEL / 2) for speed in SPEEDS]
             counts += [("quality drop", trial.misses(row), LEVEL)] if name == "none" else []
-            found += [Rate(method, name, *at, what, trials, n, allowed(trials, rate)) for what, n, rate in counts]
+            found += [
+                Rate(method, name, *at, what, trials, n, allowed(trials, rate))
+                for what, n, rate in counts
+            ]
     if not found:
-        raise ValueError("these results hold no two seeds of several static points; measure none and ensemble:w twice")
+        raise ValueError(
+            "these results hold no two seeds of several static points; measure none and ensemble:w"
+            " twice"
+        )
     return found
 
 
 def allowed(trials: int, rate: float, level: float = 0.99) -> int:
-    """The smallest count that a binomial of `trials` and `rate` stays within with probability `level`."""
+    """The smallest count that a binomial of `trials` and `rate` stays within with probability
+    `level`.
+    """
     term = (1 - rate) ** trials
     count, total = 0, term
     while total < level:
@@ -95,7 +114,9 @@ class _Trials:
         count = 0
         for trial, (prompts, first) in enumerate(self._draws()):
             tables = {
-                name: numpy.concatenate([values[first, row, prompts][None], values[1 - first, :, prompts].T])
+                name: numpy.concatenate(
+                    [values[first, row, prompts][None], values[1 - first, :, prompts].T]
+                )
                 for name, values in self.tables.items()
             }
             drawn, below = differences(tables, speed, self.resamples, trial)
@@ -112,7 +133,9 @@ class _Trials:
         return int(count)
 
     def _draws(self):
-        """(prompts [prompts], which seed stands for the learned point there [prompts]) of every trial."""
+        """(prompts [prompts], which seed stands for the learned point there [prompts]) of every
+        trial.
+        """
         generator = numpy.random.default_rng(self.seed)
         for _ in range(self.trials):
             drawn = generator.integers(self.tables["score"].shape[-1], size=self.prompts)
@@ -120,7 +143,9 @@ class _Trials:
 
 
 def _twins(records: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, tuple[dict, dict]]]:
-    """(method, temperature, draft_length) -> static relaxation -> its texts by prompt, for two seeds."""
+    """(method, temperature, draft_length) -> static relaxation -> its texts by prompt, for two
+    seeds.
+    """
     cells: dict[tuple, dict[str, dict[int, dict[int, list]]]] = {}
     for record in records:
         method, name, *at = (record.get(field) for field in POINT)
@@ -129,7 +154,9 @@ def _twins(records: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, tuple[dic
             seeds.setdefault(record["seed"], {}).setdefault(record["prompt"], []).append(record)
     found = {}
     for group, points in cells.items():
-        pairs = {name: tuple(seeds.values())[:2] for name, seeds in points.items() if len(seeds) > 1}
+        pairs = {
+            name: tuple(seeds.values())[:2] for name, seeds in points.items() if len(seeds) > 1
+        }
         if len(pairs) > 1:
             found[group] = pairs
     return found

@@ -1,7 +1,8 @@
 """`diversed report RUN [RUN...]`: one HTML file that shows what was measured, and from which files.
 
-The page needs no network and no other file; it is a function of the files in the run folders alone, the same bytes
-twice. The numbers of single tokens need the models once; they stay in RUN/tokens.json.
+The page needs no network and no other file; it is a function of the files in the run folders alone,
+the same bytes twice. The numbers of single tokens need the models once; they stay in
+RUN/tokens.json.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from .tokens import token_numbers
 
 PAGE = "report.html"
 CONTENTS = {
-    "measured": "What was measured", "frontier": "Quality against speed", "depth": "Acceptance by depth",
-    "tokens": "Where the draft's words went", "cells": "All cells", "provenance": "Provenance",
-}  # fmt: skip
+    "measured": "What was measured",
+    "frontier": "Quality against speed",
+    "depth": "Acceptance by depth",
+    "tokens": "Where the draft's words went",
+    "cells": "All cells",
+    "provenance": "Provenance",
+}
 
 
 def command(args: list[str]) -> None:
@@ -48,56 +53,90 @@ def write_page(
     texts: int = 64,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write one HTML page of one run, or of several compared; the folders may stand first: `diversed report RUN RUN`.
+    """Write one HTML page of one run, or of several compared; the folders may stand first:
+    `diversed report RUN RUN`.
 
-    Args:
-        runs: folders that `diversed eval` or `diversed run` wrote.
-        out: file to write; by default RUN/report.html, to be given where there are several runs.
-        quality: score, the task's; or likelihood, the target's mean log-probability of a token, where the target can
+    Args: runs: folders that `diversed eval` or `diversed run` wrote. out: file to write; by default
+        RUN/report.html, to be given where there are several runs. quality: score, the task's; or
+        likelihood, the target's mean log-probability of a token, where the target can
             hardly do the task and scores tell nothing; the page is RUN/report-likelihood.html then.
-        texts: texts of the learned point whose single tokens are looked at with both models; 0 leaves that out.
+        texts: texts of the learned point whose single tokens are looked at with both models; 0
+            leaves that out.
         trust_remote_code: run model code that comes with a checkpoint.
     """
     within(0, texts=texts)
     if not runs:
         raise ValueError("`runs` is empty; name the folder of a run, or several to compare")
     if out is None and len(runs) > 1:
-        raise ValueError(f"`out` must be given to compare {len(runs)} runs, such as --out comparison.html")
+        raise ValueError(
+            f"`out` must be given to compare {len(runs)} runs, such as --out comparison.html"
+        )
     if out is not None and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
         raise FileNotFoundError(f"`out` must be a file in a folder that exists, got {out}")
     found = read_runs(runs, quality)
-    file = found[0].folder / (PAGE if quality == "score" else f"report-{quality}.html") if out is None else Path(out)
-    return write_whole(file, page(found, [token_numbers(run, texts, trust_remote_code) for run in found]))
+    file = (
+        found[0].folder / (PAGE if quality == "score" else f"report-{quality}.html")
+        if out is None
+        else Path(out)
+    )
+    return write_whole(
+        file, page(found, [token_numbers(run, texts, trust_remote_code) for run in found])
+    )
 
 
 def page(runs: list[Run], numbers: list[dict[str, Any] | str]) -> str:
     """The whole page; numbers: what `token_numbers` says of each run."""
     rows = [row for run in runs for row in run.rows]
     style, script = (
-        packaged(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+        packaged(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Nothing is fetched, and no script runs but this one, whatever stands in the texts.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src"
+        f" 'sha256-{digest}'"
+    )
     title = _title(runs)
     head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", title),
-        tag("link", rel="icon", href="data:,"), tag("style", Markup(style)),
-    )  # fmt: skip
-    contents = tag("nav", tag("ul", [tag("li", tag("a", words, href=f"#{name}")) for name, words in CONTENTS.items()]))
-    tokens = [single_tokens(run, found, len(runs) > 1) for run, found in zip(runs, numbers, strict=True)]
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", Markup(style)),
+    )
+    contents = tag(
+        "nav",
+        tag(
+            "ul", [tag("li", tag("a", words, href=f"#{name}")) for name, words in CONTENTS.items()]
+        ),
+    )
+    tokens = [
+        single_tokens(run, found, len(runs) > 1) for run, found in zip(runs, numbers, strict=True)
+    ]
     main = tag(
-        "main", _measured(runs), frontiers(rows), depths(rows), section("tokens", CONTENTS["tokens"], tokens),
-        all_cells(rows, batches(runs, rows)), provenance(runs),
-    )  # fmt: skip
-    body = tag("body", tag("header", tag("h1", title), contents), main, tag("script", Markup(script)))
+        "main",
+        _measured(runs),
+        frontiers(rows),
+        depths(rows),
+        section("tokens", CONTENTS["tokens"], tokens),
+        all_cells(rows, batches(runs, rows)),
+        provenance(runs),
+    )
+    body = tag(
+        "body", tag("header", tag("h1", title), contents), main, tag("script", Markup(script))
+    )
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def _title(runs: list[Run]) -> str:
     names = [[run.settings[role].get("name") for role in ("target", "draft")] for run in runs]
-    words = [f"{run.settings['task']}: {one} with draft {two}" for run, (one, two) in zip(runs, names, strict=True)]
+    words = [
+        f"{run.settings['task']}: {one} with draft {two}"
+        for run, (one, two) in zip(runs, names, strict=True)
+    ]
     return "; ".join(dict.fromkeys(words))
 
 
@@ -108,14 +147,20 @@ def _measured(runs: list[Run]) -> Markup:
         parts.append(tag("ul", [_verdicts(run, row) for row in _compared(run)], class_="verdicts"))
         if not run.statements:
             parts.append(tag("p", "No learned point stands beside two or more static ones."))
-        parts += [operating_point(source, card.get("calibration")) for source, card in run.cards.items()]
-    parts.append(tag(
-        "p", "A learned point is compared with the line through exact decoding and the static blends, of probabilities "
-        "and of logits where both were measured, at the learned point's quality: better is an interval of the "
-        "difference above 0, worse one below 0. Where several learned points are looked at on the same prompts, the "
-        "interval that decides is corrected for their number (Bonferroni); those chosen on other prompts, as by "
-        "calibration, count apart from those that were not.",
-    ))  # fmt: skip
+        parts += [
+            operating_point(source, card.get("calibration")) for source, card in run.cards.items()
+        ]
+    parts.append(
+        tag(
+            "p",
+            "A learned point is compared with the line through exact decoding and the static"
+            " blends, of probabilities and of logits where both were measured, at the learned"
+            " point's quality: better is an interval of the difference above 0, worse one below 0."
+            " Where several learned points are looked at on the same prompts, the interval that"
+            " decides is corrected for their number (Bonferroni); those chosen on other prompts, as"
+            " by calibration, count apart from those that were not.",
+        )
+    )
     return section("measured", CONTENTS["measured"], parts)
 
 
@@ -123,12 +168,14 @@ def _in_two_sentences(run: Run) -> str:
     settings, methods = run.settings, dict.fromkeys(row["method"] for row in run.rows)
     metric = run.rows[0]["metric"] or "score"
     return (
-        f"{settings['prompts']:,} held-out prompts ({settings['task']}, {settings['split']}) were continued by "
-        f"{settings['target'].get('name')} with the draft {settings['draft'].get('name')} in {len(run.rows)} ways "
-        f"({', '.join(methods)}; {'; '.join(dict.fromkeys(settings_words(row) for row in run.rows))}), "
-        f"{len(run.records):,} texts in all. Quality is {metric}; speed is tokens per target call and step acceptance, "
-        f"which do not depend on the machine; tokens/s does ({settings['device']}, {settings['dtype']}, "
-        f"{settings['threads']} CPU thread(s), batch {settings['batch']})."
+        f"{settings['prompts']:,} held-out prompts ({settings['task']}, {settings['split']}) were"
+        f" continued by {settings['target'].get('name')} with the draft"
+        f" {settings['draft'].get('name')} in {len(run.rows)} ways ({', '.join(methods)};"
+        f" {'; '.join(dict.fromkeys(settings_words(row) for row in run.rows))}),"
+        f" {len(run.records):,} texts in all. Quality is {metric}; speed is tokens per target call"
+        " and step acceptance, which do not depend on the machine; tokens/s does"
+        f" ({settings['device']}, {settings['dtype']}, {settings['threads']} CPU thread(s), batch"
+        f" {settings['batch']})."
     )
 
 
@@ -136,31 +183,52 @@ def _compared(run: Run) -> list[list[Statement]]:
     """The statements, those of one point together."""
     found: dict[tuple, list[Statement]] = {}
     for one in run.statements:
-        found.setdefault((one.method, one.relaxation, one.temperature, one.draft_length), []).append(one)
+        found.setdefault(
+            (one.method, one.relaxation, one.temperature, one.draft_length), []
+        ).append(one)
     return list(found.values())
 
 
 def _verdicts(run: Run, statements: list[Statement]) -> Markup:
     first = statements[0]
     name = tag("b", f"{first.method}, {first.relaxation}")
-    at = f", {settings_words(vars(first))}: {run.rows[0]['metric'] or 'score'} {number(first.quality, 3)}, "
+    at = (
+        f", {settings_words(vars(first))}: {run.rows[0]['metric'] or 'score'}"
+        f" {number(first.quality, 3)}, "
+    )
     return tag("li", name, at, f"{first.prompts:,} prompts", [_verdict(one) for one in statements])
 
 
 def _verdict(one: Statement) -> Markup:
     low, high = (one.corrected_low, one.corrected_high) if one.looked > 1 else (one.low, one.high)
     corrected = f", corrected for {one.looked} learned points" if one.looked > 1 else ""
-    needed = "" if one.prompts_needed is None else f"; about {one.prompts_needed:,} prompts would show it"
-    against = f" than static blending of this quality in {one.speed}: " if one.verdict != "not shown" else (
-        f" to differ from static blending of this quality in {one.speed}: "
-    )  # fmt: skip
+    needed = (
+        ""
+        if one.prompts_needed is None
+        else f"; about {one.prompts_needed:,} prompts would show it"
+    )
+    against = (
+        f" than static blending of this quality in {one.speed}: "
+        if one.verdict != "not shown"
+        else (f" to differ from static blending of this quality in {one.speed}: ")
+    )
     return tag(
-        "div", tag("span", one.verdict, class_=f"verdict {one.verdict.replace(' ', '-')}"), against,
-        f"{number(one.learned, 3)} against {number(one.static, 3)}, difference {signed(one.difference, 3)} "
-        f"[{number(low, 3)}, {number(high, 3)}]{corrected}{needed}.", [_of_gate(one, *gate) for gate in one.gates],
-    )  # fmt: skip
+        "div",
+        tag("span", one.verdict, class_=f"verdict {one.verdict.replace(' ', '-')}"),
+        against,
+        f"{number(one.learned, 3)} against {number(one.static, 3)}, difference"
+        f" {signed(one.difference, 3)} [{number(low, 3)}, {number(high, 3)}]{corrected}{needed}.",
+        [_of_gate(one, *gate) for gate in one.gates],
+    )
 
 
 def _of_gate(one: Statement, gate: str, quality: float, gain: float) -> str:
-    share = f", of which this is {100 * one.difference / gain:.0f} %" if min(gain, one.difference) > 0 else ""
-    return f" The gate {gate}, of quality {number(quality, 3)}, gains {signed(gain, 3)} over the same{share}."
+    share = (
+        f", of which this is {100 * one.difference / gain:.0f} %"
+        if min(gain, one.difference) > 0
+        else ""
+    )
+    return (
+        f" The gate {gate}, of quality {number(quality, 3)}, gains {signed(gain, 3)} over the"
+        f" same{share}."
+    )

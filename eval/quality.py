@@ -1,9 +1,10 @@
-"""Quality of a method's texts: corpus BLEU, means with 95 % intervals, paired differences. One text: `data.scores`.
+"""Quality of a method's texts: corpus BLEU, means with 95 % intervals, paired differences. One
+text: `data.scores`.
 
-Intervals are percentile bootstraps over prompts: the texts of one prompt (its seeds) are drawn together, since they
-share its difficulty. Two methods on the same prompts are compared by the bootstrap of their paired differences, which
-is narrower than the difference of their intervals. Beside it stand two tests: `mcnemar` of 0/1 scores, and
-`same_texts`, which needs no scores.
+Intervals are percentile bootstraps over prompts: the texts of one prompt (its seeds) are drawn
+together, since they share its difficulty. Two methods on the same prompts are compared by the
+bootstrap of their paired differences, which is narrower than the difference of their intervals.
+Beside it stand two tests: `mcnemar` of 0/1 scores, and `same_texts`, which needs no scores.
 """
 
 from __future__ import annotations
@@ -16,23 +17,38 @@ import numpy
 from ..data.scores import SCORES, exact, exact_number, final_number, rouge
 
 __all__ = [
-    "SCORES", "bootstrap", "corpus_bleu", "exact", "exact_number", "final_number", "mcnemar", "paired_bootstrap",
-    "resampled", "rouge", "same_texts",
-]  # fmt: skip
+    "SCORES",
+    "bootstrap",
+    "corpus_bleu",
+    "exact",
+    "exact_number",
+    "final_number",
+    "mcnemar",
+    "paired_bootstrap",
+    "resampled",
+    "rouge",
+    "same_texts",
+]
 RESAMPLES = 10_000
 CHUNK = 1 << 22  # drawn indices at a time: 32 MB
 FIRST = 32  # tokens of a text that `same_texts` looks at
 BUCKETS = 1024  # that the counts of tokens and pairs of tokens are hashed into
-SWAPS, SWAPS_AT_ONCE = 2000, 200  # random exchanges of a prompt's texts; a p-value has steps of 1 / 2001
+SWAPS, SWAPS_AT_ONCE = (
+    2000,
+    200,
+)  # random exchanges of a prompt's texts; a p-value has steps of 1 / 2001
 
 
 def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """(sacreBLEU of the corpus in points, 0 to 100, and its signature, which belongs beside the number)."""
+    """(sacreBLEU of the corpus in points, 0 to 100, and its signature, which belongs beside the
+    number).
+    """
     from sacrebleu.metrics import BLEU
 
     if not texts or len(texts) != len(references):
         raise ValueError(
-            f"`texts` must be as many as `references`, at least one, got {len(texts)} and {len(references)}"
+            f"`texts` must be as many as `references`, at least one, got {len(texts)} and"
+            f" {len(references)}"
         )
     metric = BLEU()
     score = metric.corpus_score(list(texts), [list(references)]).score
@@ -40,17 +56,27 @@ def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> tuple[float,
 
 
 def bootstrap(
-    values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0, clusters: Sequence[int] | None = None
+    values: Sequence[float],
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    clusters: Sequence[int] | None = None,
 ) -> tuple[float, float, float]:
     """(mean, low, high) with a 95 % percentile interval.
 
     values:   [S], one score a text.
-    clusters: [S], the prompt of every text; the texts of a prompt are resampled together. None: each text by itself.
+    clusters: [S], the prompt of every text; the texts of a prompt are resampled together. None:
+        each text by itself.
     """
     values = _finite(values, "values")
-    groups = numpy.arange(len(values)) if clusters is None else numpy.unique(clusters, return_inverse=True)[1]
+    groups = (
+        numpy.arange(len(values))
+        if clusters is None
+        else numpy.unique(clusters, return_inverse=True)[1]
+    )
     if groups.shape != values.shape:
-        raise ValueError(f"`clusters` must be [S] like `values` {list(values.shape)}, got {list(groups.shape)}")
+        raise ValueError(
+            f"`clusters` must be [S] like `values` {list(values.shape)}, got {list(groups.shape)}"
+        )
     if resamples < 1:
         raise ValueError(f"`resamples` must be at least 1, got {resamples}")
     total, size = numpy.bincount(groups, values), numpy.bincount(groups)
@@ -60,13 +86,22 @@ def bootstrap(
 
 
 def resampled(prompts: int, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[numpy.ndarray]:
-    """[R, prompts] chunk by chunk: how often every prompt was drawn in each of R resamples of as many prompts."""
+    """[R, prompts] chunk by chunk: how often every prompt was drawn in each of R resamples of as
+    many prompts.
+    """
     generator = numpy.random.default_rng(seed)
     done = 0
     while done < resamples:
         rows = min(resamples - done, max(1, CHUNK // prompts))
-        drawn = generator.integers(prompts, size=(rows, prompts)) + prompts * numpy.arange(rows)[:, None]
-        yield numpy.bincount(drawn.ravel(), minlength=rows * prompts).reshape(rows, prompts).astype(numpy.float64)
+        drawn = (
+            generator.integers(prompts, size=(rows, prompts))
+            + prompts * numpy.arange(rows)[:, None]
+        )
+        yield (
+            numpy.bincount(drawn.ravel(), minlength=rows * prompts)
+            .reshape(rows, prompts)
+            .astype(numpy.float64)
+        )
         done += rows
 
 
@@ -77,16 +112,18 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(difference, low, high): mean of values - baseline with a 95 % interval, below 0 where the baseline is better.
+    """(difference, low, high): mean of values - baseline with a 95 % interval, below 0 where the
+    baseline is better.
 
-    values, baseline: [S], the scores of two methods on the same prompts (and seeds) in the same order.
+    values, baseline: [S], the scores of two methods on the same prompts (and seeds) in the same
+        order.
     clusters:         [S], the prompt of every text, as in `bootstrap`.
     """
     values, baseline = _finite(values, "values"), _finite(baseline, "baseline")
     if values.shape != baseline.shape:
         raise ValueError(
-            f"`baseline` must be [S] like `values` {list(values.shape)}, got {list(baseline.shape)}; are both methods"
-            " scored on the same prompts?"
+            f"`baseline` must be [S] like `values` {list(values.shape)}, got"
+            f" {list(baseline.shape)}; are both methods scored on the same prompts?"
         )
     return bootstrap(values - baseline, resamples, seed, clusters)
 
@@ -94,9 +131,10 @@ def paired_bootstrap(
 def mcnemar(values: Sequence[float], baseline: Sequence[float]) -> tuple[int, int, float]:
     """(prompts scored better, prompts scored worse, p-value) of two methods on the same prompts.
 
-    The exact two-sided p-value of McNemar's test: where both methods are equally good, each prompt that they score
-    differently is better or worse with probability 1/2. values, baseline: [P], one score a prompt; where a prompt has
-    several texts their mean, which makes it the sign test of prompts.
+    The exact two-sided p-value of McNemar's test: where both methods are equally good, each prompt
+    that they score differently is better or worse with probability 1/2. values, baseline: [P], one
+    score a prompt; where a prompt has several texts their mean, which makes it the sign test of
+    prompts.
     """
     better = sum(value > before for value, before in zip(values, baseline, strict=True))
     worse = sum(value < before for value, before in zip(values, baseline, strict=True))
@@ -108,21 +146,30 @@ def mcnemar(values: Sequence[float], baseline: Sequence[float]) -> tuple[int, in
 
 
 def same_texts(
-    texts: Sequence[tuple[int, Sequence[int]]], baseline: Sequence[tuple[int, Sequence[int]]], seed: int = 0
+    texts: Sequence[tuple[int, Sequence[int]]],
+    baseline: Sequence[tuple[int, Sequence[int]]],
+    seed: int = 0,
 ) -> float:
-    """p-value of the hypothesis that both methods write the same texts: small where they are told apart. No scores.
+    """p-value of the hypothesis that both methods write the same texts: small where they are told
+    apart. No scores.
 
-    texts, baseline: (prompt, tokens) of every text of two methods on the same prompts; the first FIRST tokens count.
+    texts, baseline: (prompt, tokens) of every text of two methods on the same prompts; the first
+        FIRST tokens count.
 
-    The statistic is sum over g of (sum over prompts of the difference in how often g occurs)^2 / (how often g occurs
-    in all texts), with g every token and every pair of neighbours, hashed into BUCKETS. It is compared with its value
-    where both texts of a prompt change places at random, SWAPS times; p is the share of values at least as large, the
-    one without changes counted. A prompt's several texts are averaged and change places together.
+    The statistic is sum over g of (sum over prompts of the difference in how often g occurs)^2 /
+    (how often g occurs in all texts), with g every token and every pair of neighbours, hashed into
+    BUCKETS. It is compared with its value where both texts of a prompt change places at random,
+    SWAPS times; p is the share of values at least as large, the one without changes counted. A
+    prompt's several texts are averaged and change places together.
 
-    The test is exact where the texts of a prompt are drawn independently. Points of the same seed share their random
-    numbers; then it holds for many prompts, because the sum over prompts has mean 0 and the covariance of the swaps.
+    The test is exact where the texts of a prompt are drawn independently. Points of the same seed
+    share their random numbers; then it holds for many prompts, because the sum over prompts has
+    mean 0 and the covariance of the swaps.
     """
-    prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in (*texts, *baseline)))}
+    prompts = {
+        prompt: row
+        for row, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in (*texts, *baseline)))
+    }
     first, second = _counts(texts, prompts), _counts(baseline, prompts)
     total = (first + second).sum(0)
     difference = (first - second)[:, total > 0] / numpy.sqrt(total[total > 0])
@@ -136,12 +183,19 @@ def same_texts(
 
 
 def _counts(texts: Sequence[tuple[int, Sequence[int]]], prompts: dict[int, int]) -> numpy.ndarray:
-    """[P, BUCKETS] how often tokens and pairs of neighbours occur in a prompt's text, the mean over its texts."""
+    """[P, BUCKETS] how often tokens and pairs of neighbours occur in a prompt's text, the mean over
+    its texts.
+    """
     counts, size = numpy.zeros((len(prompts), BUCKETS)), numpy.zeros(len(prompts))
     for prompt, tokens in texts:
         tokens = tokens[:FIRST]
-        grams = [*tokens, *((one * 1_000_003) ^ (other * 7_919 + 1) for one, other in pairwise(tokens))]
-        counts[prompts[prompt]] += numpy.bincount([gram % BUCKETS for gram in grams], minlength=BUCKETS)
+        grams = [
+            *tokens,
+            *((one * 1_000_003) ^ (other * 7_919 + 1) for one, other in pairwise(tokens)),
+        ]
+        counts[prompts[prompt]] += numpy.bincount(
+            [gram % BUCKETS for gram in grams], minlength=BUCKETS
+        )
         size[prompts[prompt]] += 1
     return counts / size[:, None]
 
@@ -150,6 +204,7 @@ def _finite(values: Sequence[float], name: str) -> numpy.ndarray:
     array = numpy.asarray(values, dtype=numpy.float64)
     if array.ndim != 1 or not array.size or not numpy.isfinite(array).all():
         raise ValueError(
-            f"`{name}` must be [S] finite numbers, at least one, got {numpy.array2string(array, threshold=6)}"
+            f"`{name}` must be [S] finite numbers, at least one, got"
+            f" {numpy.array2string(array, threshold=6)}"
         )
     return array

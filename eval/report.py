@@ -1,4 +1,6 @@
-"""Results -> a table with what its words mean, and the figure; both are functions of results.jsonl and eval.json."""
+"""Results -> a table with what its words mean, and the figure; both are functions of results.jsonl
+and eval.json.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FIGURE = "frontier.png"
 
 
 def report(folder: str | Path, console: Console | None = None) -> list[dict[str, Any]]:
-    """Print the table, draw the figure and write down the command of a folder of results; returns the rows."""
+    """Print the table, draw the figure and write down the command of a folder of results; returns
+    the rows.
+    """
     folder = Path(folder)
     remember(folder)
     records = read_results(folder / RESULTS)
@@ -32,29 +36,42 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
     print_table(rows, settings, console)
     if note := empty_texts(records):
         console.print(note, highlight=False, soft_wrap=True)
-    console.print("\n".join(["", str(folder / RESULTS), *pictures]), highlight=False, soft_wrap=True)
+    console.print(
+        "\n".join(["", str(folder / RESULTS), *pictures]), highlight=False, soft_wrap=True
+    )
     return rows
 
 
 def empty_texts(records: list[dict[str, Any]]) -> str | None:
-    """A sentence where exact decoding often writes nothing, which is a matter of the prompt and of no relaxation."""
+    """A sentence where exact decoding often writes nothing, which is a matter of the prompt and of
+    no relaxation.
+    """
     texts = [record.get("text") for record in records if record["relaxation"] == "none"]
     empty = sum(text is not None and not text.strip() for text in texts)
     if empty <= len(texts) / 10:
         return None
     return (
-        f"note: {empty} of {len(texts)} texts of exact decoding are empty; a chat model may need --data.chat, other "
-        "models another --data.template"
+        f"note: {empty} of {len(texts)} texts of exact decoding are empty; a chat model may need"
+        " --data.chat, other models another --data.template"
     )
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """File name -> the rows of one temperature and draft length; `plain`, which drafts nothing, is in all of them."""
+    """File name -> the rows of one temperature and draft length; `plain`, which drafts nothing, is
+    in all of them.
+    """
     groups = list(dict.fromkeys((row["temperature"], row["draft_length"]) for row in rows))
     groups = [group for group in groups if group[1] != 0] or groups
-    names = [FIGURE, *(f"frontier-T{temperature:g}-L{length}.png" for temperature, length in groups[1:])]
+    names = [
+        FIGURE,
+        *(f"frontier-T{temperature:g}-L{length}.png" for temperature, length in groups[1:]),
+    ]
     return {
-        name: [row for row in rows if row["temperature"] == group[0] and row["draft_length"] in (0, group[1])]
+        name: [
+            row
+            for row in rows
+            if row["temperature"] == group[0] and row["draft_length"] in (0, group[1])
+        ]
         for name, group in zip(names, groups, strict=True)
     }
 
@@ -62,10 +79,19 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: Console) -> None:
     """The rows of `summarise` as a table, with what its words mean under it."""
     first = rows[0]
-    title = f"{first['task']}, {settings['split']}: {settings['target']['name']} with draft {settings['draft']['name']}"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD)
+    title = (
+        f"{first['task']}, {settings['split']}: {settings['target']['name']} with draft"
+        f" {settings['draft']['name']}"
+    )
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD
+    )
     table.add_column("method", no_wrap=True)
-    table.add_column("relaxation", overflow="fold", min_width=min(40, max(len(row["relaxation"]) for row in rows)))
+    table.add_column(
+        "relaxation",
+        overflow="fold",
+        min_width=min(40, max(len(row["relaxation"]) for row in rows)),
+    )
     names = (
         "score\n95 % interval",
         "minus exact\npaired interval",
@@ -75,30 +101,47 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
         "accept.\nshare",
     )
     names += ("tokens /\ncall", "tokens\n/ s", "mean\nweight", "mean\nbias", "subst.\n/ text")
-    several = [name for name in ("temperature", "draft_length") if len({row[name] for row in rows}) > 1]
+    several = [
+        name for name in ("temperature", "draft_length") if len({row[name] for row in rows}) > 1
+    ]
     for name in (*(name.replace("_", "\n") for name in several), *names):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         difference = "exact" if row["relaxation"] == "none" else "-"
         if row["difference"] is not None:
-            difference = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+            difference = (
+                f"{row['difference']:+.3f} [{row['difference_low']:+.3f},"
+                f" {row['difference_high']:+.3f}]"
+            )
         table.add_row(
-            row["method"], row["relaxation"], *(f"{row[name]:g}" for name in several),
-            f"{row['score']:.3f} [{row['score_low']:.3f}, {row['score_high']:.3f}]", difference,
-            _p_value(row["mcnemar"]), _p_value(row["text_p"]), _number(row["step_acceptance"], 3),
-            _number(row["accepted_share"], 3), _number(row["tokens_per_call"], 2), _number(row["tokens_per_second"], 0),
-            _number(row["mean_weight"], 3), _number(row["mean_bias"], 4), _number(row["substitutions"], 2),
-        )  # fmt: skip
+            row["method"],
+            row["relaxation"],
+            *(f"{row[name]:g}" for name in several),
+            f"{row['score']:.3f} [{row['score_low']:.3f}, {row['score_high']:.3f}]",
+            difference,
+            _p_value(row["mcnemar"]),
+            _p_value(row["text_p"]),
+            _number(row["step_acceptance"], 3),
+            _number(row["accepted_share"], 3),
+            _number(row["tokens_per_call"], 2),
+            _number(row["tokens_per_second"], 0),
+            _number(row["mean_weight"], 3),
+            _number(row["mean_bias"], 4),
+            _number(row["substitutions"], 2),
+        )
     console.print(table)
     texts, seeds = sorted({row["requests"] for row in rows}), [row["seeds"] for row in rows]
     console.print(
         _NOTES.format(
-            metric=first["metric"], texts=" to ".join(f"{count:,}" for count in dict.fromkeys((texts[0], texts[-1]))),
-            seeds=" to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))), at=_at(rows),
+            metric=first["metric"],
+            texts=" to ".join(f"{count:,}" for count in dict.fromkeys((texts[0], texts[-1]))),
+            seeds=" to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))),
+            at=_at(rows),
             **{**settings, "sampling": _words(settings["sampling"])},
         ),
-        highlight=False, markup=False,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+    )
 
 
 _NOTES = """\
@@ -119,12 +162,19 @@ def _at(rows: list[dict[str, Any]]) -> str:
     """The draft lengths and temperatures of the rows, in words."""
     lengths = sorted({row["draft_length"] for row in rows if row["draft_length"]})
     temperatures = sorted({row["temperature"] for row in rows if row["temperature"] is not None})
-    words = [("draft length", ", ".join(map(str, lengths))), ("temperature", ", ".join(f"{t:g}" for t in temperatures))]
+    words = [
+        ("draft length", ", ".join(map(str, lengths))),
+        ("temperature", ", ".join(f"{t:g}" for t in temperatures)),
+    ]
     return "".join(f"{name} {values}, " for name, values in words if values)
 
 
 def _words(sampling: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items() if name != "temperature")
+    return ", ".join(
+        f"{name.replace('_', '-')} {value:g}"
+        for name, value in sampling.items()
+        if name != "temperature"
+    )
 
 
 def _p_value(value: float | None) -> str:

@@ -1,9 +1,11 @@
-"""A sweep: every cell on the same prompts, in fixed units, by one process or several, into one results.jsonl.
+"""A sweep: every cell on the same prompts, in fixed units, by one process or several, into one
+results.jsonl.
 
-A cell is (method, relaxation, temperature, draft length, seed). A text depends on its cell and prompt alone, and units
-are cut the same way however many processes share them, so a run that was killed and started again, or was divided,
-ends with the texts of a single one. Process i of n appends to results.i-of-n.jsonl and decodes every n-th unit; the
-last to finish writes results.jsonl, whose bytes are those of a single process but for the measured seconds.
+A cell is (method, relaxation, temperature, draft length, seed). A text depends on its cell and
+prompt alone, and units are cut the same way however many processes share them, so a run that was
+killed and started again, or was divided, ends with the texts of a single one. Process i of n
+appends to results.i-of-n.jsonl and decodes every n-th unit; the last to finish writes
+results.jsonl, whose bytes are those of a single process but for the measured seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ..data.tasks import Task
 from ..files import read_settings, within, write_whole
@@ -31,7 +40,9 @@ from .speed import SETTINGS, PositionSums, read_results, score_positions
 
 
 class Cell(NamedTuple):
-    """One way of decoding and the seed of its texts; the draft length of `plain`, which drafts nothing, is 0."""
+    """One way of decoding and the seed of its texts; the draft length of `plain`, which drafts
+    nothing, is 0.
+    """
 
     method: str
     relaxation: str
@@ -41,10 +52,15 @@ class Cell(NamedTuple):
 
 
 def every_cell(
-    methods: list[str], relaxations: list[str], seeds: list[int], temperatures: list[float] = [1.0],  # noqa: B006
+    methods: list[str],
+    relaxations: list[str],
+    seeds: list[int],
+    temperatures: list[float] = [1.0],  # noqa: B006
     draft_lengths: list[int] = [5],  # noqa: B006
-) -> list[Cell]:  # fmt: skip
-    """Every combination once, in the order given; what is wrong with them is said before any model is loaded."""
+) -> list[Cell]:
+    """Every combination once, in the order given; what is wrong with them is said before any model
+    is loaded.
+    """
     lists = {"methods": methods, "relaxations": relaxations, "seeds": seeds}
     lists |= {"temperatures": temperatures, "draft_lengths": draft_lengths}
     for name, values in lists.items():
@@ -76,7 +92,8 @@ def every_cell(
 class Sweep:
     """What is to be decoded, and where to.
 
-    engines: one for each cell without its seed; prompts: token ids; batch: prompts of a unit, decoded together.
+    engines: one for each cell without its seed; prompts: token ids; batch: prompts of a unit,
+        decoded together.
     settings: all that decides the texts besides a cell, for SETTINGS.
     """
 
@@ -109,35 +126,51 @@ class Sweep:
     @property
     def units(self) -> list[range]:
         count = len(self.prompts)
-        return [range(start, min(start + self.batch, count)) for start in range(0, count, self.batch)]
+        return [
+            range(start, min(start + self.batch, count)) for start in range(0, count, self.batch)
+        ]
 
     def begin(self) -> None:
-        """Refuse a folder that was begun with other settings, naming the first; else write them down."""
+        """Refuse a folder that was begun with other settings, naming the first; else write them
+        down.
+        """
         path = self.folder / SETTINGS
         settings = json.loads(json.dumps(self.settings))
         if path.is_file():
             settings = _merged(read_settings(path), settings, self.folder)
         elif self.files():
             raise ValueError(
-                f"{self.folder} holds {self.files()[0].name} but no {SETTINGS}; choose another --out, or delete the "
-                "folder"
+                f"{self.folder} holds {self.files()[0].name} but no {SETTINGS}; choose another"
+                " --out, or delete the folder"
             )
         self._write(path, json.dumps(settings, indent=2) + "\n")
 
     def files(self) -> list[Path]:
         """Every file of results in the folder, the whole first."""
         whole = self.folder / RESULTS
-        return [*([whole] if whole.is_file() else []), *sorted(self.folder.glob("results.*-of-*.jsonl"))]
+        return [
+            *([whole] if whole.is_file() else []),
+            *sorted(self.folder.glob("results.*-of-*.jsonl")),
+        ]
 
     def decode(self, cells: list[Cell] | None = None) -> None:
-        """Append the lines of every unit of this process that no file holds as a whole; `cells` are by default all."""
+        """Append the lines of every unit of this process that no file holds as a whole; `cells` are
+        by default all.
+        """
         if self.file.is_file():
             self._drop_halves()
         cells = self.cells if cells is None else cells
         done = self.whole_units()
         mine = self.units[self.shard_index :: self.num_shards]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("texts"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("texts"),
+        )
+        with Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+        ) as progress:
             bar = progress.add_task("", total=len(cells) * sum(map(len, mine)), completed=0)
             for cell in cells:
                 progress.update(bar, description=_words(cell))
@@ -161,7 +194,9 @@ class Sweep:
         return all((cell, unit.start) in done for cell in self.cells for unit in self.units)
 
     def merge(self) -> None:
-        """Write the results of several processes as one file, where there are some; call it where they are complete."""
+        """Write the results of several processes as one file, where there are some; call it where
+        they are complete.
+        """
         if self.files() == [self.folder / RESULTS]:
             return
         found: dict[Cell, dict[int, str]] = {}
@@ -170,7 +205,9 @@ class Sweep:
             whole = self._whole(records)
             for record in records:
                 if self._key(record) in whole:
-                    found.setdefault(cell_of(record), {})[record["prompt"]] = json.dumps(record) + "\n"
+                    found.setdefault(cell_of(record), {})[record["prompt"]] = (
+                        json.dumps(record) + "\n"
+                    )
         path = self.folder / RESULTS
         before = map(cell_of, read_results(path)) if path.is_file() else ()
         order = dict.fromkeys([*before, *self.cells])
@@ -181,26 +218,44 @@ class Sweep:
         """Decode one unit of prompts; one record a text."""
         engine, task = self.engines[cell._replace(seed=0)], self.task
         requests = {
-            index: Request(self.prompts[index], cell.seed << 32 | index, self.new_tokens, task.stop) for index in unit
+            index: Request(self.prompts[index], cell.seed << 32 | index, self.new_tokens, task.stop)
+            for index in unit
         }
         began = time.perf_counter()
         completions = engine.run(requests).values()
         seconds = (time.perf_counter() - began) / len(unit)
         tokens = [completion.tokens for completion in completions]
         prompts = [request.tokens for request in requests.values()]
-        sums = score_positions(engine.pair, prompts, tokens, engine.relaxation, engine.sampling, engine.gate)
+        sums = score_positions(
+            engine.pair, prompts, tokens, engine.relaxation, engine.sampling, engine.gate
+        )
         for index, completion, total in zip(unit, completions, sums, strict=True):
             example = task.examples[index]
             yield {
-                **cell._asdict(), "prompt": index, "id": example.id, "task": task.name, "metric": task.metric,
-                "score": _score(task, example, completion.text, total), "text": completion.text,
-                "tokens": completion.tokens, "finished": completion.finished, "drafted": completion.drafted,
-                "accepted": completion.accepted, "target_calls": completion.target_calls,
-                "draft_calls": completion.draft_calls, "drafted_by_depth": completion.drafted_by_depth,
-                "accepted_by_depth": completion.accepted_by_depth, "substitutions": completion.substitutions,
-                "positions": total.positions, "acceptance": total.acceptance, "bias": total.bias,
-                "weight": total.weight, "target_logprob": total.target_logprob, "seconds": seconds, "batch": len(unit),
-            }  # fmt: skip
+                **cell._asdict(),
+                "prompt": index,
+                "id": example.id,
+                "task": task.name,
+                "metric": task.metric,
+                "score": _score(task, example, completion.text, total),
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finished": completion.finished,
+                "drafted": completion.drafted,
+                "accepted": completion.accepted,
+                "target_calls": completion.target_calls,
+                "draft_calls": completion.draft_calls,
+                "drafted_by_depth": completion.drafted_by_depth,
+                "accepted_by_depth": completion.accepted_by_depth,
+                "substitutions": completion.substitutions,
+                "positions": total.positions,
+                "acceptance": total.acceptance,
+                "bias": total.bias,
+                "weight": total.weight,
+                "target_logprob": total.target_logprob,
+                "seconds": seconds,
+                "batch": len(unit),
+            }
 
     def _warm(self, cell: Cell, unit: range) -> None:
         """The first call allocates and compiles; it belongs to no text's time."""
@@ -211,7 +266,9 @@ class Sweep:
         """Take the lines of half-written units out of this process's file; they are decoded again."""
         records = read_results(self.file)
         whole = self._whole(records)
-        text = "".join(json.dumps(record) + "\n" for record in records if self._key(record) in whole)
+        text = "".join(
+            json.dumps(record) + "\n" for record in records if self._key(record) in whole
+        )
         if text != self.file.read_text(encoding="utf-8"):
             write_whole(self.file, text)
 
@@ -226,7 +283,9 @@ class Sweep:
         return cell_of(record), record["prompt"] // self.batch * self.batch
 
     def _write(self, path: Path, text: str) -> None:
-        """Several processes may write the same at the same moment: each has a file of its own, either may come last."""
+        """Several processes may write the same at the same moment: each has a file of its own,
+        either may come last.
+        """
         os.replace(write_whole(path.with_name(f".{path.name}.{self.share}"), text), path)
 
 
@@ -241,25 +300,35 @@ def _words(cell: Cell) -> str:
 
 
 def _merged(before: dict[str, Any], now: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings of a folder that is continued: those it was begun with, and every head that was used."""
-    if lacking := [name for name in ("heads", "sampling") if not isinstance(before.get(name), dict)]:
+    """The settings of a folder that is continued: those it was begun with, and every head that was
+    used.
+    """
+    if lacking := [
+        name for name in ("heads", "sampling") if not isinstance(before.get(name), dict)
+    ]:
         raise ValueError(
-            f"{folder / SETTINGS} is damaged (it lists no {lacking[0]}); choose another --out or delete the folder"
+            f"{folder / SETTINGS} is damaged (it lists no {lacking[0]}); choose another --out or"
+            " delete the folder"
         )
     heads = before["heads"] | now["heads"]
     if changed := [head for head, value in before["heads"].items() if heads[head] != value]:
         raise ValueError(
-            f"{folder} holds results of another head under the name {changed[0]}; choose another --out or delete the "
-            "folder"
+            f"{folder} holds results of another head under the name {changed[0]}; choose another"
+            " --out or delete the folder"
         )
-    # A record of an older version does not say its temperature and draft length: they are those of the beginning.
+    # A record of an older version does not say its temperature and draft length: they are those of
+    # the beginning.
     temperature = {"temperature": before["sampling"].get("temperature")}
-    now = now | {"heads": heads, "sampling": now["sampling"] | temperature, "draft_length": before.get("draft_length")}
+    now = now | {
+        "heads": heads,
+        "sampling": now["sampling"] | temperature,
+        "draft_length": before.get("draft_length"),
+    }
     for name, value in now.items():
         if name not in ("heads", "chosen") and before.get(name) != value:
             raise ValueError(
-                f"{folder} was begun with `{name}` {before.get(name)}, now it is {value}; choose another --out or "
-                "delete it"
+                f"{folder} was begun with `{name}` {before.get(name)}, now it is {value}; choose"
+                " another --out or delete it"
             )
     return now
 

@@ -6,8 +6,8 @@
     README.md            the card for people, generated from card.json
     selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.selector`)
 
-A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are compared with the
-card before any tensor is read.
+A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are
+compared with the card before any tensor is read.
 """
 
 from __future__ import annotations
@@ -37,21 +37,27 @@ def add_bias(head: WeightHead, bias: float) -> None:
 def write_bundle(
     folder: str | Path, head: WeightHead, card: dict[str, Any], selector: str | Path | None = None
 ) -> Path:
-    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is replaced.
+    """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is
+    replaced.
 
     selector: folder of `diversed select`, whose network is copied into the bundle.
     """
     folder = Path(folder)
     # custom_generate is from hf.py, the latter from a process killed while it wrote
     ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= ours):
-        raise FileExistsError(f"{folder} exists and is not a bundle; give another folder to write the bundle to")
+    if folder.exists() and not (
+        folder.is_dir() and {path.name for path in folder.iterdir()} <= ours
+    ):
+        raise FileExistsError(
+            f"{folder} exists and is not a bundle; give another folder to write the bundle to"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as room:
         new = Path(room) / "bundle"
         new.mkdir()
         head = head.to("cpu", torch.float32).eval()
-        # Not save_file: it hides a full disk in an error of its own and makes files that only their owner can read.
+        # Not save_file: it hides a full disk in an error of its own and makes files that only their
+        # owner can read.
         tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
         (new / "head.safetensors").write_bytes(save(tensors))
         (new / "example.safetensors").write_bytes(save(_example(head)))
@@ -74,8 +80,13 @@ def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write_card(folder: Path, card: dict[str, Any]) -> None:
-    """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's files once more."""
-    for name, text in (("card.json", json.dumps(card, indent=2) + "\n"), ("README.md", model_card(card))):
+    """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's
+    files once more.
+    """
+    for name, text in (
+        ("card.json", json.dumps(card, indent=2) + "\n"),
+        ("README.md", model_card(card)),
+    ):
         write_whole(folder / name, text)
     if card.get("custom_generate"):
         from .hf import add_custom_generate
@@ -84,11 +95,12 @@ def _write_card(folder: Path, card: dict[str, Any]) -> None:
 
 
 def _example(head: WeightHead, count: int = 6, vocab: int = 12) -> dict[str, torch.Tensor]:
-    """Rows of two imagined models, hidden states around those of training, and the gate's logit [count] there."""
+    """Rows of two imagined models, hidden states around those of training, and the gate's logit
+    [count] there.
+    """
     generator = torch.Generator().manual_seed(0)
     draft, target = torch.randn(2, count, vocab, generator=generator).mul(2).softmax(-1)
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     hidden = head.mean[:size] + head.std[:size] * torch.randn(count, size, generator=generator)
     example = {"draft": draft.contiguous(), "target": target.contiguous(), "hidden": hidden}
     return example | {"logit": logits_of(head, example)}
-

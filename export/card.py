@@ -1,4 +1,5 @@
-"""The card of a bundle: what its head was trained on and for, and README.md, which says it to people.
+"""The card of a bundle: what its head was trained on and for, and README.md, which says it to
+people.
 
 The README is a Hugging Face model card and a pure function of card.json.
 """
@@ -27,12 +28,22 @@ MEASURED = (
     "difference",
     "difference_low",
 )
-MEASURED += ("difference_high", "step_acceptance", "accepted_share", "tokens_per_call", "tokens_per_second")
+MEASURED += (
+    "difference_high",
+    "step_acceptance",
+    "accepted_share",
+    "tokens_per_call",
+    "tokens_per_second",
+)
 MEASURED += ("mean_weight", "mean_bias", "substitutions")
 
 
-def make_card(head: WeightHead, training: dict[str, Any], draft_length: int, bias: float) -> dict[str, Any]:
-    """The card of a head that was just trained. training: train.json; its figures are not measured yet."""
+def make_card(
+    head: WeightHead, training: dict[str, Any], draft_length: int, bias: float
+) -> dict[str, Any]:
+    """The card of a head that was just trained. training: train.json; its figures are not measured
+    yet.
+    """
     manifest = training["manifest"]
     return {
         "format": FORMAT,
@@ -60,7 +71,11 @@ def make_card(head: WeightHead, training: dict[str, Any], draft_length: int, bia
             "figures": training.get("figures", []),
         },
         "frontier": [],
-        "versions": {"diversed": __version__, "torch": version("torch"), "safetensors": version("safetensors")},
+        "versions": {
+            "diversed": __version__,
+            "torch": version("torch"),
+            "safetensors": version("safetensors"),
+        },
     }
 
 
@@ -70,11 +85,16 @@ def with_frontier(card: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str,
 
 
 def with_calibration(card: dict[str, Any], evidence: dict[str, Any]) -> dict[str, Any]:
-    """The card of a bundle whose bias `diversed calibrate` chose; evidence["bias"] None where it closed the gate.
+    """The card of a bundle whose bias `diversed calibrate` chose; evidence["bias"] None where it
+    closed the gate.
 
     Figures measured before are dropped: their biases were counted from another gate.
     """
-    return card | {"bias": card["bias"] + (evidence["bias"] or 0), "calibration": evidence, "frontier": []}
+    return card | {
+        "bias": card["bias"] + (evidence["bias"] or 0),
+        "calibration": evidence,
+        "frontier": [],
+    }
 
 
 def model_card(card: dict[str, Any]) -> str:
@@ -87,11 +107,17 @@ def model_card(card: dict[str, Any]) -> str:
         target_hash=target["hash"],
         draft_hash=draft["hash"],
         task=card["task"],
-        features={"hidden": "the last hidden states of both models", "logits": "numbers computed from both rows"}.get(
-            head["features"], "the last hidden states of both models and numbers computed from both rows"
+        features={
+            "hidden": "the last hidden states of both models",
+            "logits": "numbers computed from both rows",
+        }.get(
+            head["features"],
+            "the last hidden states of both models and numbers computed from both rows",
         ),
         net=f"one hidden layer of {head['width']}" if head["width"] else "linear",
-        sampling=", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in card["sampling"].items()),
+        sampling=", ".join(
+            f"{name.replace('_', '-')} {value:g}" for name, value in card["sampling"].items()
+        ),
         draft_length=card["draft_length"],
         bias=f"{card['bias']:g}",
         traces=str(card["training"]["traces_sha256"])[:16],
@@ -99,7 +125,8 @@ def model_card(card: dict[str, Any]) -> str:
         calibration=_calibration(card.get("calibration"), card["metric"]),
         cost=_cost(card["frontier"], card["metric"]),
         portable=(
-            "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on another pair, untested."
+            "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on"
+            " another pair, untested."
             if head["features"] == "logits"
             else "It reads hidden states, so it works with these two models only."
         ),
@@ -173,16 +200,22 @@ def _calibration(evidence: dict[str, Any] | None, metric: str) -> str:
         return ""
     limit, level = f"{evidence['max_quality_drop']:g}", f"{evidence['level']:g}"
     if evidence["bias"] is None:
-        outcome = f"No bias is shown to stay within {limit}: the gate is CLOSED, decoding with it is exact decoding."
+        outcome = (
+            f"No bias is shown to stay within {limit}: the gate is CLOSED, decoding with it is"
+            " exact decoding."
+        )
     else:
         outcome = (
-            f"The gate holds a bias of {evidence['bias']:g}, the largest that is shown to lose at most {limit}; the "
-            f"probability that it loses more is at most {level}. `;bias=` counts from there and is not covered."
+            f"The gate holds a bias of {evidence['bias']:g}, the largest that is shown to lose at"
+            f" most {limit}; the probability that it loses more is at most {level}. `;bias=` counts"
+            " from there and is not covered."
         )
     lines = [
-        f"Chosen on {evidence['prompts']} prompts of {evidence['task']}, {evidence['split']}, with method "
-        f"{evidence['method']}, by fixed sequence testing (arXiv 2110.01052) of the drop of {metric} against exact "
-        f"decoding. {outcome}",
+        (
+            f"Chosen on {evidence['prompts']} prompts of {evidence['task']}, {evidence['split']},"
+            f" with method {evidence['method']}, by fixed sequence testing (arXiv 2110.01052) of"
+            f" the drop of {metric} against exact decoding. {outcome}"
+        ),
         "",
         "| bias | drop | upper bound | p | |",
         "|---|---|---|---|---|",
@@ -190,17 +223,23 @@ def _calibration(evidence: dict[str, Any] | None, metric: str) -> str:
     for found in evidence["tried"]:
         verdict = "within" if found["passed"] else "not shown"
         lines.append(
-            f"| {found['bias']:g} | {found['drop']:+.4f} | {found['upper_bound']:.4f} | {found['p']:.2g} | {verdict} |"
+            f"| {found['bias']:g} | {found['drop']:+.4f} | {found['upper_bound']:.4f} |"
+            f" {found['p']:.2g} | {verdict} |"
         )
     return "## How the bias was chosen\n\n" + "\n".join(lines) + "\n\n"
 
 
 def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
     if not frontier:
-        return "Not measured yet. `diversed eval` measures it; until then expect nothing from this bundle."
+        return (
+            "Not measured yet. `diversed eval` measures it; until then expect nothing from this"
+            " bundle."
+        )
     lines = [
-        f"| method | relaxation | {metric} | difference to exact | step acceptance | tokens per target call | bias "
-        "| substitutions |",
+        (
+            f"| method | relaxation | {metric} | difference to exact | step acceptance | tokens per"
+            " target call | bias | substitutions |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     points = {(row.get("temperature"), row.get("draft_length")) for row in frontier}
@@ -208,21 +247,39 @@ def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
         at = f" T {row['temperature']:g}, L {row['draft_length']}" if len(points) > 1 else ""
         difference = "-"
         if row["difference"] is not None:
-            difference = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+            difference = (
+                f"{row['difference']:+.3f} [{row['difference_low']:+.3f},"
+                f" {row['difference_high']:+.3f}]"
+            )
         lines.append(
-            f"| {row['method']}{at} | {_code(row['relaxation'])} | {row['score']:.3f} [{row['score_low']:.3f}, "
-            f"{row['score_high']:.3f}] | {difference} | {row['step_acceptance']:.3f} | {row['tokens_per_call']:.2f} | "
-            f"{row['mean_bias']:.3f} | {row['substitutions']:.2f} |"
+            f"| {row['method']}{at} | {_code(row['relaxation'])} | {row['score']:.3f}"
+            f" [{row['score_low']:.3f}, {row['score_high']:.3f}] | {difference} |"
+            f" {row['step_acceptance']:.3f} | {row['tokens_per_call']:.2f} | {row['mean_bias']:.3f}"
+            f" | {row['substitutions']:.2f} |"
         )
     where = " T: temperature, L: draft length." if len(points) > 1 else ""
-    return "\n".join(lines) + f"\n\n{frontier[0]['requests']} texts a row.{where}" + _COST_NOTE.format(metric=metric)
+    return (
+        "\n".join(lines)
+        + f"\n\n{frontier[0]['requests']} texts a row.{where}"
+        + _COST_NOTE.format(metric=metric)
+    )
 
 
 def _header(card: dict[str, Any]) -> str:
     """YAML front matter; a json string is a YAML string."""
     names = [card["models"][role]["name"] for role in ("target", "draft")]
-    hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
-    lines = ["library_name: diversed", "pipeline_tag: text-generation", "tags:", "- speculative-decoding", "- diversed"]
+    hub = [
+        name
+        for name in names
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
+    ]
+    lines = [
+        "library_name: diversed",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- speculative-decoding",
+        "- diversed",
+    ]
     lines += ["- custom_generate"] if card.get("custom_generate") else []
     if hub:
         lines += ["base_model:", *(f"- {json.dumps(name)}" for name in hub)]

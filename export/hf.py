@@ -1,9 +1,10 @@
-"""A bundle as a repository for `model.generate(..., custom_generate=FOLDER)` of transformers, and what runs there.
+"""A bundle as a repository for `model.generate(..., custom_generate=FOLDER)` of transformers, and
+what runs there.
 
-The repository is the bundle with a folder custom_generate/ in it. transformers copies the Python files of that folder
-into a cache of its own and runs them there, away from the bundle; so the gate travels in one of them, gate.py. They
-wrap the two modules and call the loop of this package, which must be installed: requirements.txt says so, and
-transformers looks.
+The repository is the bundle with a folder custom_generate/ in it. transformers copies the Python
+files of that folder into a cache of its own and runs them there, away from the bundle; so the gate
+travels in one of them, gate.py. They wrap the two modules and call the loop of this package, which
+must be installed: requirements.txt says so, and transformers looks.
 """
 
 from __future__ import annotations
@@ -37,8 +38,23 @@ from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
 from .bundle_writer import FILES
 
-HONOURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
-HONOURED += ("pad_token_id", "stop_strings", "num_return_sequences", "num_assistant_tokens", "return_dict_in_generate")
+HONOURED = (
+    "max_new_tokens",
+    "max_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "eos_token_id",
+)
+HONOURED += (
+    "pad_token_id",
+    "stop_strings",
+    "num_return_sequences",
+    "num_assistant_tokens",
+    "return_dict_in_generate",
+)
 COUNTS = ("max_new_tokens", "max_length", "num_return_sequences", "num_assistant_tokens")
 SWITCHES = ("do_sample", "return_dict_in_generate")
 # Arguments of `generate` that ask for nothing where they are an empty list or False.
@@ -69,7 +85,9 @@ def add_custom_generate(bundle: str | Path) -> None:
     folder = bundle / "custom_generate"
     folder.mkdir(exist_ok=True)
     lines = "".join(f'    "{name}": "{content}",\n' for name, content in files.items())
-    write_whole(folder / "gate.py", f'"""The bundle\'s files, in base64."""\n\nFILES = {{\n{lines}}}\n')
+    write_whole(
+        folder / "gate.py", f'"""The bundle\'s files, in base64."""\n\nFILES = {{\n{lines}}}\n'
+    )
     write_whole(folder / "generate.py", GENERATE)
     write_whole(folder / "requirements.txt", f"diversed>={__version__}\ntransformers>=5.19\n")
 
@@ -87,9 +105,11 @@ def generate(
     bias: float = 0.0,
     **options,
 ):
-    """Token ids [B * num_return_sequences, T + new], as `model.generate` returns them: prompts, texts, padding.
+    """Token ids [B * num_return_sequences, T + new], as `model.generate` returns them: prompts,
+    texts, padding.
 
-    model, assistant_model: target and draft. `num_assistant_tokens` are drafted a step, by default as on the card.
+    model, assistant_model: target and draft. `num_assistant_tokens` are drafted a step, by default
+        as on the card.
     files:        name of a file of the bundle -> its bytes in base64.
     inputs:       [B, T] int64 prompts, padded on the left where `attention_mask` is 0; also given as `input_ids`.
     tokenizer:    needed with `stop_strings` only.
@@ -123,14 +143,18 @@ def generate(
 
 
 def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What the caller asked for, filled up from the model's own settings; and the options that are no field of these.
+    """What the caller asked for, filled up from the model's own settings; and the options that are
+    no field of these.
 
     transformers' defaults are not filled in: its 20 `num_assistant_tokens` are nobody's wish.
     """
     from transformers import GenerationConfig
 
     if given is not None and not isinstance(given, GenerationConfig):
-        raise TypeError(f"`generation_config` must be a GenerationConfig, got {type(given).__name__}; make one of it")
+        raise TypeError(
+            f"`generation_config` must be a GenerationConfig, got {type(given).__name__}; make one"
+            " of it"
+        )
     config = GenerationConfig() if given is None else copy.deepcopy(given)
     config.update(**model.generation_config.to_dict(), defaults_only=True)
     options = {name: value for name, value in options.items() if value is not None}
@@ -142,7 +166,9 @@ def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_kinds(fields: dict[str, Any]) -> None:
-    """Refuse fields of GenerationConfig whose kind is wrong; the numbers of sampling are checked by `Sampling`."""
+    """Refuse fields of GenerationConfig whose kind is wrong; the numbers of sampling are checked by
+    `Sampling`.
+    """
     within(1, **{name: fields.get(name) for name in COUNTS})
     within(-1, pad_token_id=fields.get("pad_token_id"))  # -1 is some models' word for none
     for name in SWITCHES:
@@ -152,7 +178,9 @@ def _check_kinds(fields: dict[str, Any]) -> None:
 
 def _check_own(method: str, bias: float) -> None:
     if not isinstance(method, str) or method == "plain":
-        raise ValueError(f"`method` must name a verification method, such as token or block, got {method!r}")
+        raise ValueError(
+            f"`method` must name a verification method, such as token or block, got {method!r}"
+        )
     if isinstance(bias, bool) or not isinstance(bias, Real) or not abs(bias) < LARGEST_BIAS:
         raise ValueError(f"`bias` must be a finite number, added to a logit, got {bias!r}")
 
@@ -164,8 +192,12 @@ def _stop(given: str | list[str] | None, tokenizer) -> tuple[str, ...]:
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"`tokenizer` must be the models' tokenizer, got {tokenizer!r}")
     stop = (given,) if isinstance(given, str) else () if given is None else given
-    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"`stop_strings` must be a text or a list of texts, none empty, got {given!r}")
+    if not isinstance(stop, list | tuple) or not all(
+        isinstance(text, str) and text for text in stop
+    ):
+        raise ValueError(
+            f"`stop_strings` must be a text or a list of texts, none empty, got {given!r}"
+        )
     if stop and tokenizer is None:
         raise ValueError("`stop_strings` are looked for in decoded text; give `tokenizer` too")
     return tuple(stop)
@@ -173,62 +205,116 @@ def _stop(given: str | list[str] | None, tokenizer) -> tuple[str, ...]:
 
 def _check_streamer(streamer, count: int) -> None:
     if streamer is not None and count > 1:
-        raise ValueError(f"`streamer` shows one text, got {count}; leave it out or decode them one by one")
+        raise ValueError(
+            f"`streamer` shows one text, got {count}; leave it out or decode them one by one"
+        )
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise TypeError(f"`streamer` must have the methods put and end, got {streamer!r}; see TextStreamer")
+        raise TypeError(
+            f"`streamer` must have the methods put and end, got {streamer!r}; see TextStreamer"
+        )
 
 
 def _refuse(model, assistant_model, config, rest: dict[str, Any]) -> None:
     """ValueError for whatever the loop cannot do."""
     if assistant_model is None:
-        raise ValueError("`assistant_model` is missing: give the draft model that the gate was trained with")
+        raise ValueError(
+            "`assistant_model` is missing: give the draft model that the gate was trained with"
+        )
     if not isinstance(assistant_model, nn.Module):
-        raise TypeError(f"`assistant_model` must be a model of transformers, got {assistant_model!r}; load it first")
+        raise TypeError(
+            f"`assistant_model` must be a model of transformers, got {assistant_model!r}; load it"
+            " first"
+        )
     if torch.is_autocast_enabled(model.device.type):
-        raise ValueError("torch.autocast changes rows that are being verified; leave it, load both models in its dtype")
+        raise ValueError(
+            "torch.autocast changes rows that are being verified; leave it, load both models in its"
+            " dtype"
+        )
     if model.config.is_encoder_decoder or assistant_model.config.is_encoder_decoder:
-        raise ValueError("`custom_generate` of diversed continues a text; give models without an encoder")
+        raise ValueError(
+            "`custom_generate` of diversed continues a text; give models without an encoder"
+        )
     if rest:
         names = ", ".join(f"`{name}`" for name in rest)
-        raise ValueError(f"`custom_generate` of diversed cannot honour {names}; leave out what it cannot do")
+        raise ValueError(
+            f"`custom_generate` of diversed cannot honour {names}; leave out what it cannot do"
+        )
     standard = type(config)().to_dict() | config._get_default_generation_params()
     for name, value in config.to_dict().items():
-        if value is None or name in HONOURED + NEUTRAL or (value or None) == (standard.get(name) or None):
+        if (
+            value is None
+            or name in HONOURED + NEUTRAL
+            or (value or None) == (standard.get(name) or None)
+        ):
             continue
         raise ValueError(
-            f"`{name}` must be left at its default {standard.get(name)!r}, got {value!r}: `custom_generate` of "
-            "diversed cannot honour it; pass the default, or set it in model.generation_config"
+            f"`{name}` must be left at its default {standard.get(name)!r}, got {value!r}:"
+            " `custom_generate` of diversed cannot honour it; pass the default, or set it in"
+            " model.generation_config"
         )
 
 
-def _prompts(inputs: Tensor | None, rest: dict[str, Any], pad: int | None) -> tuple[list[list[int]], Tensor]:
-    """Token ids of every prompt without its padding, and all [B, T]; takes what it reads out of `rest`."""
-    ids, mask = rest.pop("input_ids", None) if inputs is None else inputs, rest.pop("attention_mask", None)
-    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
+def _prompts(
+    inputs: Tensor | None, rest: dict[str, Any], pad: int | None
+) -> tuple[list[list[int]], Tensor]:
+    """Token ids of every prompt without its padding, and all [B, T]; takes what it reads out of
+    `rest`.
+    """
+    ids, mask = (
+        rest.pop("input_ids", None) if inputs is None else inputs,
+        rest.pop("attention_mask", None),
+    )
+    whole = isinstance(ids, Tensor) and not (
+        ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool
+    )
     if not whole or ids.dim() != 2 or not ids.numel():
-        came = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"`input_ids` must be a tensor [B, T] of token ids, got {came}; encode the prompts first")
+        came = (
+            f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        )
+        raise ValueError(
+            f"`input_ids` must be a tensor [B, T] of token ids, got {came}; encode the prompts"
+            " first"
+        )
     if mask is None and pad is not None and (ids == pad).any():
-        raise ValueError("`input_ids` hold `pad_token_id`; give `attention_mask`, which says where it is padding")
+        raise ValueError(
+            "`input_ids` hold `pad_token_id`; give `attention_mask`, which says where it is padding"
+        )
     mask = torch.ones_like(ids) if mask is None else mask
     keep = mask == 1 if isinstance(mask, Tensor) and mask.shape == ids.shape else None
-    if keep is None or not (keep | (mask == 0)).all() or not keep[:, -1].all() or (keep[:, :-1] > keep[:, 1:]).any():
-        came = type(mask).__name__ if not isinstance(mask, Tensor) else list(mask.shape) if keep is None else "others"
+    if (
+        keep is None
+        or not (keep | (mask == 0)).all()
+        or not keep[:, -1].all()
+        or (keep[:, :-1] > keep[:, 1:]).any()
+    ):
+        came = (
+            type(mask).__name__
+            if not isinstance(mask, Tensor)
+            else list(mask.shape)
+            if keep is None
+            else "others"
+        )
         raise ValueError(
-            f"`attention_mask` must be a tensor {list(ids.shape)} like `input_ids`, zeros and then ones in every row, "
-            f"got {came}; pad prompts on the left (tokenizer.padding_side = 'left')"
+            f"`attention_mask` must be a tensor {list(ids.shape)} like `input_ids`, zeros and then"
+            f" ones in every row, got {came}; pad prompts on the left (tokenizer.padding_side ="
+            " 'left')"
         )
     return [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)], ids
 
 
 def _new_tokens(config, length: int) -> int:
-    """Tokens that every text may have; `max_length` counts the prompt and its padding, as in transformers."""
+    """Tokens that every text may have; `max_length` counts the prompt and its padding, as in
+    transformers.
+    """
     if config.max_new_tokens is not None:
         return config.max_new_tokens
     if config.max_length is None:
         return config._get_default_generation_params()["max_length"]
     if config.max_length <= length:
-        raise ValueError(f"`max_length` {config.max_length} leaves no room after {length} prompt tokens; raise it")
+        raise ValueError(
+            f"`max_length` {config.max_length} leaves no room after {length} prompt tokens;"
+            " raise it"
+        )
     return config.max_length - length
 
 
@@ -244,7 +330,9 @@ def _ends(config) -> tuple[int, ...]:
 
 def _pair(model, assistant_model, tokenizer, eos: tuple[int, ...]) -> Pair:
     names = (str(module.name_or_path) for module in (model, assistant_model))
-    pair = make_pair(model, assistant_model, _Silent() if tokenizer is None else tokenizer, tuple(names))
+    pair = make_pair(
+        model, assistant_model, _Silent() if tokenizer is None else tokenizer, tuple(names)
+    )
     return replace(pair, eos=eos)
 
 
@@ -259,7 +347,9 @@ def _engine(pair: Pair, files: dict[str, str], method: str, bias: float, config)
 
 
 def _unpacked(files: dict[str, str]) -> Path:
-    """The bundle in a folder of this process: one for all calls, because Python gives a note once for every text."""
+    """The bundle in a folder of this process: one for all calls, because Python gives a note once
+    for every text.
+    """
     contents = {name: _content(files, name) for name in CARRIED}
     digest = hashlib.sha256(b"".join(contents.values())).hexdigest()
     with UNPACKING:
@@ -280,23 +370,36 @@ def _content(files: dict[str, str], name: str) -> bytes:
     try:
         return base64.b64decode(files[name], validate=True)
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"custom_generate/gate.py does not hold {name}; export the bundle again") from None
+        raise ValueError(
+            f"custom_generate/gate.py does not hold {name}; export the bundle again"
+        ) from None
 
 
 def _sampling(config) -> Sampling:
-    """Without do_sample the most likely token. Where nothing else is asked for transformers takes the first 50."""
+    """Without do_sample the most likely token. Where nothing else is asked for transformers takes
+    the first 50.
+    """
     if not config.do_sample:
         return Sampling(temperature=0)
     values = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     standard = config._get_default_generation_params()
-    return Sampling(**{name: standard.get(name, 0) if value is None else value for name, value in values.items()})
+    return Sampling(
+        **{
+            name: standard.get(name, 0) if value is None else value
+            for name, value in values.items()
+        }
+    )
 
 
 @contextmanager
 def _frozen(*modules: nn.Module) -> Iterator[None]:
-    """A pair's modules are frozen and in evaluation mode; afterwards they are as their owner left them."""
+    """A pair's modules are frozen and in evaluation mode; afterwards they are as their owner left
+    them.
+    """
     parts = [(part, part.training) for module in modules for part in module.modules()]
-    parameters = [(tensor, tensor.requires_grad) for module in modules for tensor in module.parameters()]
+    parameters = [
+        (tensor, tensor.requires_grad) for module in modules for tensor in module.parameters()
+    ]
     try:
         yield
     finally:
@@ -320,14 +423,20 @@ def _shown(streamer, ids: Tensor) -> Callable[[int, list[int], bool], None] | No
 
 
 def _padding(config) -> int | None:
-    """The token after the end of a shorter text; where none is named, the end token, as in transformers."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(_ends(config)), None)
+    """The token after the end of a shorter text; where none is named, the end token, as in
+    transformers.
+    """
+    return (
+        config.pad_token_id if config.pad_token_id is not None else next(iter(_ends(config)), None)
+    )
 
 
 def _joined(ids: Tensor, done: list[Completion], pad: int | None) -> Tensor:
     longest = max(len(completion.tokens) for completion in done)
     if pad is None and any(len(completion.tokens) < longest for completion in done):
-        raise ValueError("`pad_token_id` must be given: texts of several lengths are returned in one tensor")
+        raise ValueError(
+            "`pad_token_id` must be given: texts of several lengths are returned in one tensor"
+        )
     new = [completion.tokens + [pad] * (longest - len(completion.tokens)) for completion in done]
     return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], 1)
 

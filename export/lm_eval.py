@@ -1,10 +1,11 @@
 """lm-evaluation-harness: its tasks on a pair decoded by our loop, as the model `diversed`.
 
-    python -m diversed.export.lm_eval run --model diversed --tasks gsm8k \\
-        --model_args '{"pretrained": "TARGET", "draft": "DRAFT", "relaxation": "BUNDLE", "method": "block"}'
+    python -m diversed.export.lm_eval run --model diversed --tasks gsm8k \\ --model_args
+        '{"pretrained": "TARGET", "draft": "DRAFT", "relaxation": "BUNDLE", "method": "block"}'
 
-Texts (generate_until) are decoded as `diversed decode` would; likelihoods of given texts are the target's, by the
-harness's own code. This module registers the model when it is imported; run as above it is the harness's command.
+Texts (generate_until) are decoded as `diversed decode` would; likelihoods of given texts are the
+target's, by the harness's own code. This module registers the model when it is imported; run as
+above it is the harness's command.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from ..runtime.engine import Engine, run_grouped
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the first
+LENGTHS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # all mean the first
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 logger = logging.getLogger(__name__)
 
@@ -54,25 +60,44 @@ class Diversed(HFLM):
         batch_size: int = 1,
         trust_remote_code: bool = False,
         max_length: int | None = None,
-        max_batch_size: int | None = None,  # the harness names it always; there is nothing to find out here
+        max_batch_size: (
+            int | None
+        ) = None,  # the harness names it always; there is nothing to find out here
     ):
         if not str(batch_size).isdecimal() or not int(batch_size):
-            raise ValueError(f"`batch_size` must be a whole number from 1 on, got {batch_size!r}; give one")
-        texts = {"pretrained": pretrained, "draft": draft, "relaxation": relaxation, "method": method, "dtype": dtype}
+            raise ValueError(
+                f"`batch_size` must be a whole number from 1 on, got {batch_size!r}; give one"
+            )
+        texts = {
+            "pretrained": pretrained,
+            "draft": draft,
+            "relaxation": relaxation,
+            "method": method,
+            "dtype": dtype,
+        }
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise TypeError(f"`{name}` must be a text, got {value!r}")
         if draft_length is None or seed is None or not isinstance(trust_remote_code, bool):
-            raise TypeError("`draft_length` and `seed` must be whole numbers and `trust_remote_code` true or false")
+            raise TypeError(
+                "`draft_length` and `seed` must be whole numbers and `trust_remote_code` true or"
+                " false"
+            )
         within(1, MAX_NODES, draft_length=draft_length)
         within(-(1 << 31), (1 << 31) - 1, seed=seed)
         self.pair = load_pair(pretrained, draft, dtype, device or "cpu", trust_remote_code)
         within(1, self.pair.target.max_positions, max_length=max_length)
         super().__init__(
-            self.pair.target.module, tokenizer=self.pair.tokenizer, backend="causal", batch_size=int(batch_size),
+            self.pair.target.module,
+            tokenizer=self.pair.tokenizer,
+            backend="causal",
+            batch_size=int(batch_size),
             max_length=max_length,
-        )  # fmt: skip
-        self.seed, self.options = seed, {"method": method, "relaxation": relaxation, "draft_length": draft_length}
+        )
+        self.seed, self.options = (
+            seed,
+            {"method": method, "relaxation": relaxation, "draft_length": draft_length},
+        )
         self.engines: dict[Sampling, Engine] = {}
         self.engine(Sampling(temperature=0))  # an unsound option is told before the task is read
 
@@ -96,32 +121,48 @@ class Diversed(HFLM):
         return [done[index].text for index in range(len(requests))]
 
     def _fitting(self, context: str, new_tokens: int, engine: Engine) -> list[int]:
-        """The context's last tokens that leave room for a text, as the harness's other models read it."""
+        """The context's last tokens that leave room for a text, as the harness's other models read
+        it.
+        """
         tokens = self.tok_encode(context)
         room = min(self.max_length, self.pair.draft.max_positions) - new_tokens - engine.shape.depth
         if room < 1:
-            raise ValueError(f"`max_gen_toks` {new_tokens} leaves no room for a prompt in the context; lower it")
+            raise ValueError(
+                f"`max_gen_toks` {new_tokens} leaves no room for a prompt in the context; lower it"
+            )
         if len(tokens) > room:
             logger.warning("a context of %d tokens is cut on the left to %d", len(tokens), room)
         return tokens[-room:]
 
 
 def _settings(given: dict[str, Any], new_tokens: int) -> tuple[Sampling, tuple[str, ...], int]:
-    """Sampling, stop strings and number of new tokens that a task asks for; ValueError for what is not known here."""
+    """Sampling, stop strings and number of new tokens that a task asks for; ValueError for what is
+    not known here.
+    """
     within(1, **{name: given.get(name) for name in LENGTHS})
     if given.get("do_sample") not in (None, True, False):
-        raise TypeError(f"generation_kwargs do_sample must be true or false, got {given['do_sample']!r}")
+        raise TypeError(
+            f"generation_kwargs do_sample must be true or false, got {given['do_sample']!r}"
+        )
     until = given.get("until") or []
     if not all(isinstance(text, str) for text in (until if isinstance(until, list) else [until])):
         raise TypeError(f"generation_kwargs until must be a text or a list of texts, got {until!r}")
     asked = Sampling(**{name: given[name] for name in SAMPLING if given.get(name) is not None})
     options = dict(normalize_gen_kwargs(given, new_tokens))
-    until, new_tokens, sampled = (options.pop(name) for name in ("until", "max_gen_toks", "do_sample"))
+    until, new_tokens, sampled = (
+        options.pop(name) for name in ("until", "max_gen_toks", "do_sample")
+    )
     for name in SAMPLING:
         options.pop(name, None)
     if options:
-        raise ValueError(f"generation_kwargs {', '.join(options)} cannot be honoured; leave them out of the task")
-    return asked if sampled else Sampling(temperature=0), tuple(text for text in until if text), new_tokens
+        raise ValueError(
+            f"generation_kwargs {', '.join(options)} cannot be honoured; leave them out of the task"
+        )
+    return (
+        asked if sampled else Sampling(temperature=0),
+        tuple(text for text in until if text),
+        new_tokens,
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""Relaxed verification inside vLLM: a general plugin for its V2 model runner, written against vLLM 0.32.
+"""Relaxed verification inside vLLM: a general plugin for its V2 model runner, written against vLLM
+0.32.
 
-    vllm serve TARGET --additional-config '{"diversed": "BUNDLE;bias=1"}' --speculative-config '{"method":
-        "draft_model", "model": "DRAFT", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic"}'
+    vllm serve TARGET --additional-config '{"diversed": "BUNDLE;bias=1"}' --speculative-config
+        '{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic"}'
 
-vLLM drafts and samples as it does; `ModelState.custom_sampler`, its hook for samplers from elsewhere, is given a
-rejection sampler that relaxes the target's rows and verifies with our kernels. `rejection_sample_method` chooses the
-method: standard is token, block is block. The gate may read the two rows alone (features logits): vLLM keeps no hidden
-state of the draft. A configuration that names a relaxation and cannot have it is refused before any model is loaded.
+vLLM drafts and samples as it does; `ModelState.custom_sampler`, its hook for samplers from
+elsewhere, is given a rejection sampler that relaxes the target's rows and verifies with our
+kernels. `rejection_sample_method` chooses the
+method: standard is token, block is block. The gate may read the two rows alone (features logits):
+vLLM keeps no hidden state of the draft. A configuration that names a relaxation and cannot have it
+is refused before any model is loaded.
 
-Every rank of a tensor-parallel group holds the same logits, and the random numbers are a pure function of a request's
-seed and position; so the ranks agree without talking to each other.
+Every rank of a tensor-parallel group holds the same logits, and the random numbers are a pure
+function of a request's seed and position; so the ranks agree without talking to each other.
 """
 
 from __future__ import annotations
@@ -31,21 +35,24 @@ from ..verifier.relax import Relaxation, parse, relax
 
 KEY = "diversed"  # of vLLM's additional_config
 METHOD = {"standard": "token", "block": "block"}
-# Entries of a row of the vocabulary that are verified together: some ten float32 copies of them exist at a time, 1.3
-# GB, which vLLM's memory profile does not know of.
+# Entries of a row of the vocabulary that are verified together: some ten float32 copies of them
+# exist at a time, 1.3 GB, which vLLM's memory profile does not know of.
 AT_ONCE = 1 << 25
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """The entry point. vLLM calls it in every process, and then asks every configuration which model runner it takes:
-    that is where a relaxation is looked for, checked and put in place.
+    """The entry point. vLLM calls it in every process, and then asks every configuration which
+    model runner it takes: that is where a relaxation is looked for, checked and put in place.
     """
     from vllm.config import VllmConfig
 
     asked = getattr(VllmConfig, "use_v2_model_runner", None)
     if not isinstance(asked, property):
-        logger.warning("diversed: this version of vLLM has no V2 model runner, relaxations are not available in it")
+        logger.warning(
+            "diversed: this version of vLLM has no V2 model runner, relaxations are not available"
+            " in it"
+        )
         return
     if asked.fget.__module__ == __name__:
         return
@@ -69,23 +76,38 @@ def check(config, v2: bool) -> None:
     """ValueError unless this VllmConfig can have the relaxation that it names."""
     asked, spec = f"additional_config {KEY!r}", config.speculative_config
     if not v2:
-        raise ValueError(f"{asked} needs the V2 model runner, and vLLM chose V1 here; its log says why")
+        raise ValueError(
+            f"{asked} needs the V2 model runner, and vLLM chose V1 here; its log says why"
+        )
     if spec is None or spec.method != "draft_model":
         came = "none" if spec is None else spec.method
-        raise ValueError(f"{asked} relaxes towards a draft model, got speculative method {came}; give `draft_model`")
+        raise ValueError(
+            f"{asked} relaxes towards a draft model, got speculative method {came}; give"
+            " `draft_model`"
+        )
     if spec.draft_sample_method != "probabilistic":
         raise ValueError(
-            f"{asked} needs the draft's rows: set `draft_sample_method` probabilistic, got {spec.draft_sample_method}"
+            f"{asked} needs the draft's rows: set `draft_sample_method` probabilistic, got"
+            f" {spec.draft_sample_method}"
         )
     if spec.rejection_sample_method not in METHOD:
         known = " or ".join(METHOD)
-        raise ValueError(f"`rejection_sample_method` must be {known}, got {spec.rejection_sample_method}")
+        raise ValueError(
+            f"`rejection_sample_method` must be {known}, got {spec.rejection_sample_method}"
+        )
     if not isinstance(wanted(config), str):
-        raise ValueError(f"{asked} must be a relaxation, such as a bundle's folder, got {wanted(config)!r}")
+        raise ValueError(
+            f"{asked} must be a relaxation, such as a bundle's folder, got {wanted(config)!r}"
+        )
     rule, _, card = chosen(wanted(config))
-    vocab = min(model.get_vocab_size() for model in (spec.target_model_config, spec.draft_model_config))
+    vocab = min(
+        model.get_vocab_size() for model in (spec.target_model_config, spec.draft_model_config)
+    )
     if card and card["vocab"] != vocab and not card.get("any_pair"):
-        raise ValueError(f"bundle {rule.source} is for a vocabulary of {card['vocab']}, these models share {vocab}")
+        raise ValueError(
+            f"bundle {rule.source} is for a vocabulary of {card['vocab']}, these models share"
+            f" {vocab}"
+        )
 
 
 @lru_cache
@@ -93,25 +115,36 @@ def chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
     """The relaxation, and of a bundle its gate and card; ValueError where vLLM cannot have it."""
     rule = parse(text)
     if rule.budget is not None:
-        raise ValueError(f"relaxation {text!r}: vLLM keeps no account of a text, so there is no budget; leave it out")
+        raise ValueError(
+            f"relaxation {text!r}: vLLM keeps no account of a text, so there is no budget; leave"
+            " it out"
+        )
     if rule.name != "learned":
         return rule, None, {}
     bundle = load_bundle(rule.source)
     if bundle.head.needs_hidden:
         raise ValueError(
-            f"the gate of bundle {rule.source} reads hidden states, and vLLM keeps none of the draft; train one with "
-            "features logits"
+            f"the gate of bundle {rule.source} reads hidden states, and vLLM keeps none of the"
+            " draft; train one with features logits"
         )
     if (blend := bundle.card["head"].get("blend", "probabilities")) != rule.blend:
-        raise ValueError(f"bundle {rule.source} was trained for the blend of {blend}; write {text};blend={blend}")
+        raise ValueError(
+            f"bundle {rule.source} was trained for the blend of {blend}; write {text};blend={blend}"
+        )
     # A shard of a model has no fingerprint to compare with the card.
     names = (bundle.card["models"][role]["name"] for role in ("target", "draft"))
-    logger.warning("diversed: %s was trained for target %s and draft %s; see that vLLM serves these", text, *names)
+    logger.warning(
+        "diversed: %s was trained for target %s and draft %s; see that vLLM serves these",
+        text,
+        *names,
+    )
     return rule, bundle.head, bundle.card
 
 
 def _install() -> None:
-    """Let vLLM's choice of a model state come back with our sampler where the configuration names a relaxation."""
+    """Let vLLM's choice of a model state come back with our sampler where the configuration names a
+    relaxation.
+    """
     from vllm.v1.worker.gpu import model_states
 
     resolve = model_states.resolve_model_state_cls
@@ -130,27 +163,39 @@ def relaxed_state(state: type) -> type:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
 
     if state.custom_sampler is not ModelState.custom_sampler:
-        raise ValueError(f"{state.__name__} brings a sampler of its own, which additional_config {KEY!r} would replace")
+        raise ValueError(
+            f"{state.__name__} brings a sampler of its own, which additional_config {KEY!r} would"
+            " replace"
+        )
 
     def custom_sampler(self, sampler):
         config = self.vllm_config
-        return sampler, relaxed_sampler()(sampler, config.speculative_config, self.device, wanted(config))
+        return sampler, relaxed_sampler()(
+            sampler, config.speculative_config, self.device, wanted(config)
+        )
 
     return type(f"Relaxed{state.__name__}", (state,), {"custom_sampler": custom_sampler})
 
 
 def relaxed_sampler() -> type:
-    """vLLM's RejectionSampler with our `_verify`; refuses a version that would call it with something else."""
+    """vLLM's RejectionSampler with our `_verify`; refuses a version that would call it with
+    something else.
+    """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    theirs, ours = (list(inspect.signature(cls._verify).parameters) for cls in (RejectionSampler, Relaxed))
+    theirs, ours = (
+        list(inspect.signature(cls._verify).parameters) for cls in (RejectionSampler, Relaxed)
+    )
     if theirs != ours:
-        raise ValueError(f"this vLLM verifies {theirs}, the plugin was written for {ours}; install vllm 0.32")
+        raise ValueError(
+            f"this vLLM verifies {theirs}, the plugin was written for {ours}; install vllm 0.32"
+        )
     return type("RelaxedRejectionSampler", (Relaxed, RejectionSampler), {})
 
 
 class Relaxed:
-    """In front of vLLM's RejectionSampler, which cuts a batch in chunks and makes log-probabilities as before.
+    """In front of vLLM's RejectionSampler, which cuts a batch in chunks and makes log-probabilities
+    as before.
 
     Of B requests each has up to L drafted tokens; N = L + 1 nodes, node 0 the last committed token.
     """
@@ -183,16 +228,26 @@ class Relaxed:
 
         logits:        [X, V] of the nodes of all requests, one request after the other.
         draft_logits:  [R, L, V] before temperature, in the order of vLLM's slots for requests.
-        draft_sampled, pos: [X] token and position of every node; verify_draft_sampled has -1 at those not to be taken.
+        draft_sampled, pos: [X] token and position of every node; verify_draft_sampled has -1 at
+            those not to be taken.
         cu_num_logits: [B + 1] first node of every request, and X.
         idx_mapping:   [B] slot of every request.
         """
         states = self.sampler.sampling_states
         processed = self.sampler.apply_sampling_params(
-            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
             seq_lens_upper_bound_np,
-        )  # fmt: skip
-        first, node = cu_num_logits[:-1].long().unsqueeze(1), torch.arange(len(self.parents), device=logits.device)
+        )
+        first, node = (
+            cu_num_logits[:-1].long().unsqueeze(1),
+            torch.arange(len(self.parents), device=logits.device),
+        )
         here = first + node < cu_num_logits[1:].unsqueeze(1)
         at = torch.where(here, first + node, first)
         tokens = torch.where(here, verify_draft_sampled[at].long(), -1)
@@ -203,12 +258,18 @@ class Relaxed:
         heat = states.temperature.gpu[slots]
         many = max(1, AT_ONCE // (logits.shape[-1] * len(self.parents)))
         parts = [
-            self._block(processed[at[part]], draft_logits[slots[part]], tokens[part], heat[part], coins[part])
+            self._block(
+                processed[at[part]],
+                draft_logits[slots[part]],
+                tokens[part],
+                heat[part],
+                coins[part],
+            )
             for part in torch.arange(len(slots), device=logits.device).split(many)
         ]
         sampled, count = (torch.cat(values) for values in zip(*parts, strict=True))
-        # Whether a request without drafts comes here or to vLLM's plain sampler depends on what others do; so that its
-        # seed gives one text, its token is the plain sampler's.
+        # Whether a request without drafts comes here or to vLLM's plain sampler depends on what
+        # others do; so that its seed gives one text, its token is the plain sampler's.
         plain = self._plain(processed[first[:, 0]], slots, pos[first[:, 0]])
         sampled[:, 0] = torch.where(tokens[:, 1] < 0, plain, sampled[:, 0])
         return processed, sampled, count
@@ -219,50 +280,73 @@ class Relaxed:
 
         states = self.sampler.sampling_states
         return gumbel_sample(
-            logits, slots, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=False, is_drafting=False,
+            logits,
+            slots,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            apply_temperature=False,
+            is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        )
 
     def _block(self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor, coins: Tensor):
         """(tokens [B, N], how many of them count [B]) of one verification.
 
-        target: [B, N, V] logits as sampled; draft: [B, L, V] before temperature; tokens: [B, N], -1 where absent.
+        target: [B, N, V] logits as sampled; draft: [B, L, V] before temperature; tokens: [B, N], -1
+            where absent.
         heat:   [B] temperatures; coins: [B, 2] uniforms.
         """
         target = target.float()
         drafted, rows = self._rows(target, draft, tokens, heat)
         if self.kernel:
             weight = torch.zeros(tokens.shape, device=tokens.device)  # the rows are relaxed already
-            found = self.kernel(rows.log(), drafted.log(), tokens, self.parents, weight, coins).verdict
+            found = self.kernel(
+                rows.log(), drafted.log(), tokens, self.parents, weight, coins
+            ).verdict
         else:
             tree = DraftTree(tokens, self.parents, functional.pad(drafted, (0, 0, 0, 1)), rows)
             found = draw(self.method.law(tree), coins)
         return self._committed(tokens, found, target[:, 0])
 
-    def _rows(self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's rows [B, L, V], zero where no token was drawn from them, and the relaxed target's [B, N, V].
+    def _rows(
+        self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The draft's rows [B, L, V], zero where no token was drawn from them, and the relaxed
+        target's [B, N, V].
 
-        The draft is drawn at the request's temperature alone. What top-k, a grammar or a list of forbidden tokens has
-        taken from the target stays away from it: relaxing reads the draft's row without these tokens.
+        The draft is drawn at the request's temperature alone. What top-k, a grammar or a list of
+        forbidden tokens has
+        taken from the target stays away from it: relaxing reads the draft's row without these
+            tokens.
         """
         greedy, child = (heat == 0)[:, None, None], tokens[:, 1:, None]
         shape = (*draft.shape[:2], target.shape[-1])
         drafted = (draft.float() / torch.where(greedy, 1, heat[:, None, None])).softmax(-1)
-        drafted = functional.pad(drafted[..., : shape[-1]], (0, max(0, shape[-1] - draft.shape[-1])))
+        drafted = functional.pad(
+            drafted[..., : shape[-1]], (0, max(0, shape[-1] - draft.shape[-1]))
+        )
         certain = torch.zeros(shape, device=draft.device).scatter_(-1, child.clamp_min(0), 1)
         drafted = torch.where(child < 0, 0, torch.where(greedy, certain, drafted))
         own = target.softmax(-1)
-        own = torch.where(greedy, torch.zeros_like(own).scatter_(-1, target.argmax(-1, keepdim=True), 1), own)
+        own = torch.where(
+            greedy, torch.zeros_like(own).scatter_(-1, target.argmax(-1, keepdim=True), 1), own
+        )
         allowed = torch.where(target[:, :-1] > -torch.inf, drafted, 0)
         allowed = allowed / allowed.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         tree = DraftTree(tokens, self.parents, functional.pad(allowed, (0, 0, 0, 1)), own)
-        weight = None if self.head is None else self.head.weight(tree.draft, own, bias=self.rule.bias or 0.0)
+        weight = (
+            None
+            if self.head is None
+            else self.head.weight(tree.draft, own, bias=self.rule.bias or 0.0)
+        )
         return drafted, relax(tree, self.rule, weight).target
 
     def _committed(self, tokens: Tensor, found: Verdict, root: Tensor) -> tuple[Tensor, Tensor]:
         """The accepted tokens and the extra one; root: [B, V] the target's logits at the root."""
-        # Logits that are not numbers have no verdict. Like vLLM's own sampler take the largest of the others:
-        # VLLM_COMPUTE_NANS_IN_LOGITS counts them, and one request's must not end all others.
+        # Logits that are not numbers have no verdict. Like vLLM's own sampler take the largest of
+        # the others: VLLM_COMPUTE_NANS_IN_LOGITS counts them, and one request's must not end all
+        # others.
         accepted = found.node.clamp_min(0).unsqueeze(1)
         extra = torch.where(found.node < 0, root.nan_to_num(nan=-torch.inf).argmax(-1), found.token)
         sampled = functional.pad(tokens[:, 1:], (0, 1)).scatter(1, accepted, extra.unsqueeze(1))

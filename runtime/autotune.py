@@ -1,7 +1,9 @@
-"""What is fastest on this CPU, found by measuring when a run starts: the type of the weights and the number of threads.
+"""What is fastest on this CPU, found by measuring when a run starts: the type of the weights and
+the number of threads.
 
-Many CPUs read bfloat16 and compute with it several times slower than with float32 (3.5 times for SmolLM2-135M on an
-EPYC without AMX), others twice as fast; a small model is slower on two threads than on one.
+Many CPUs read bfloat16 and compute with it several times slower than with float32 (3.5 times for
+SmolLM2-135M on an EPYC without AMX), others twice as fast; a small model is slower on two threads
+than on one.
 """
 
 from __future__ import annotations
@@ -24,15 +26,21 @@ GAIN = 0.9  # another choice must take at most this share of the time: measureme
 
 
 def suited(module):
-    """The Hugging Face module, its weights in float32 where they are stored in a half and computed slower in it.
+    """The Hugging Face module, its weights in float32 where they are stored in a half and computed
+    slower in it.
 
-    Left as it is where twice the memory would be more than a quarter of the machine's: a pair has two models.
+    Left as it is where twice the memory would be more than a quarter of the machine's: a pair has
+    two models.
     """
     stored = module.dtype
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
     half = stored in (torch.bfloat16, torch.float16)
-    if not half or size > room or not slower_than_float32(stored, module.config.get_text_config().hidden_size):
+    if (
+        not half
+        or size > room
+        or not slower_than_float32(stored, module.config.get_text_config().hidden_size)
+    ):
         return module
     return module.float()
 
@@ -42,7 +50,10 @@ def slower_than_float32(dtype: torch.dtype, width: int) -> bool:
     """Whether products of rows with a [width, 4 width] matrix are."""
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
-        rows, weight = torch.ones(ROWS, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype).t()
+        rows, weight = (
+            torch.ones(ROWS, width, dtype=dtype),
+            torch.ones(4 * width, width, dtype=dtype).t(),
+        )
         return lambda: torch.mm(rows, weight)
 
     half, single = _seconds([product(dtype), product(torch.float32)])
@@ -50,7 +61,8 @@ def slower_than_float32(dtype: torch.dtype, width: int) -> bool:
 
 
 def fastest_threads(model: Model, rows: int, tokens: int) -> int:
-    """The number of threads, of 1, 2, 4, ... and torch's own number, with which a call is fastest; torch keeps it.
+    """The number of threads, of 1, 2, 4, ... and torch's own number, with which a call is fastest;
+    torch keeps it.
 
     rows, tokens: of the call that is timed, a step's.
     """

@@ -1,7 +1,9 @@
-"""The batch between steps: committed lengths, both caches, and one block of speculative decoding for every row.
+"""The batch between steps: committed lengths, both caches, and one block of speculative decoding
+for every row.
 
-Rows accept different lengths; each keeps its own length in both caches. The draft's cache is never recomputed: after a
-rejection it is rolled back, and after full acceptance the one token it lacks rides along with the next root.
+Rows accept different lengths; each keeps its own length in both caches. The draft's cache is never
+recomputed: after a rejection it is rolled back, and after full acceptance the one token it lacks
+rides along with the next root.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ PER_ROW = ("seed", "spent")
 class Batch:
     """`lengths` count the committed tokens before the root; the target's cache holds exactly those.
 
-    `ends` holds the last committed token of every row, which is the root, behind the one before it. `length` [B],
-    `draft_length` [B] and `recent` [B, 2] are the same numbers on the device, put there when they are first asked for.
-    A row whose text has ended is not `active`: it stands still until another takes its place or it is dropped.
+    `ends` holds the last committed token of every row, which is the root, behind the one before it.
+    `length` [B], `draft_length` [B] and `recent` [B, 2] are the same numbers on the device, put
+    there when they are first asked for. A row whose text has ended is not `active`: it stands still
+    until another takes its place or it is dropped.
     """
 
     def __init__(self, engine: Engine, requests: dict[int, Request]):
@@ -61,7 +64,10 @@ class Batch:
         self.before = engine.selector.nothing(len(requests), pair, self.device)
         self.prefilled = tokens.shape[1] - 1
         capacity = self.capacity()
-        self.target_cache, self.draft_cache = pair.target.cache(capacity), pair.draft.cache(capacity)
+        self.target_cache, self.draft_cache = (
+            pair.target.cache(capacity),
+            pair.draft.cache(capacity),
+        )
         prefill(pair.target, tokens[:, :-1], self.target_cache)
         if engine.depth:
             prefill(pair.draft, tokens[:, :-1], self.draft_cache)
@@ -85,7 +91,9 @@ class Batch:
         return self.tensors[name]
 
     def capacity(self) -> int:
-        """Slots that the longest request here can come to need: its text and a tree, rounded up to SLOTS."""
+        """Slots that the longest request here can come to need: its text and a tree, rounded up to
+        SLOTS.
+        """
         longest = max(len(request.tokens) + request.new_tokens for request in self.requests)
         return -(-(longest + self.engine.depth + self.engine.shape.nodes + 3) // SLOTS) * SLOTS
 
@@ -109,7 +117,10 @@ class Batch:
             setattr(self, name, getattr(self, name).index_copy(0, index, getattr(fresh, name)))
         self.before, self.stock = tuple(rows.index_fill(0, index, 0) for rows in self.before), 0
         capacity = self.capacity()
-        for cache, new in ((self.target_cache, fresh.target_cache), (self.draft_cache, fresh.draft_cache)):
+        for cache, new in (
+            (self.target_cache, fresh.target_cache),
+            (self.draft_cache, fresh.draft_cache),
+        ):
             if cache.capacity != capacity:
                 cache.resize(capacity)
             cache.replace(index, new, fresh.prefilled)
@@ -118,11 +129,14 @@ class Batch:
         """`replace` what is kept in lists."""
         for name in LISTS:
             values = dict(zip(rows, getattr(fresh, name), strict=True))
-            setattr(self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))])
+            setattr(
+                self, name, [values.get(row, old) for row, old in enumerate(getattr(self, name))]
+            )
         self.tensors = {}
 
     def step(self, done: dict[int, Completion]) -> list[list[int]]:
-        """One block for every active row; returns the tokens that each row committed and adds them to `done`.
+        """One block for every active row; returns the tokens that each row committed and adds them
+        to `done`.
 
         A row whose text ends here is not active afterwards.
         """
@@ -139,7 +153,9 @@ class Batch:
         tree = DraftTree(tokens, self.shape.parents, draft, target)
         weight = None
         if engine.gate:
-            hidden = torch.cat([draft_hidden, target_hidden], -1) if engine.gate.needs_hidden else None
+            hidden = (
+                torch.cat([draft_hidden, target_hidden], -1) if engine.gate.needs_hidden else None
+            )
             weight = engine.gate(draft, target, hidden)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
         if self.serial:
@@ -151,7 +167,10 @@ class Batch:
         # Here the device is read.
         rows, nodes, extra = tokens.tolist(), verdict.node.tolist(), verdict.token.tolist()
         paths = [self.shape.path_lists[node] for node in nodes]
-        blocks = [[row[node] for node in path] + [end] for row, path, end in zip(rows, paths, extra, strict=True)]
+        blocks = [
+            [row[node] for node in path] + [end]
+            for row, path, end in zip(rows, paths, extra, strict=True)
+        ]
         emitted = self._record(done, rows, blocks, cost, share)
         if engine.relaxation.budget is not None:
             spent = [done[i].substitutions for i in self.indices]
@@ -166,7 +185,9 @@ class Batch:
         return emitted
 
     def _coins(self) -> Tensor:
-        """[B, 2 + lanes] this step's random numbers, from a table that reaches as far as the next steps can go."""
+        """[B, 2 + lanes] this step's random numbers, from a table that reaches as far as the next
+        steps can go.
+        """
         steps, reach = AHEAD if self.lanes <= MOST_LANES else 1, self.engine.depth + 1
         if not self.stock:
             ahead = 1 + (steps - 1) * reach
@@ -178,11 +199,15 @@ class Batch:
         if self.aligned and len(set(self.since)) == 1:
             return self.table[:, self.lengths[0] - self.since[0]]
         gone = [now - then for now, then in zip(self.lengths, self.since, strict=True)]
-        return self.table[torch.arange(len(gone), device=self.device), torch.tensor(gone, device=self.device)]
+        return self.table[
+            torch.arange(len(gone), device=self.device), torch.tensor(gone, device=self.device)
+        ]
 
     @property
     def even(self) -> bool:
-        """Whether a chain's slot is its position in every row, so that nothing needs a mask of its own or moves."""
+        """Whether a chain's slot is its position in every row, so that nothing needs a mask of its
+        own or moves.
+        """
         return self.serial and self.aligned
 
     @property
@@ -196,8 +221,8 @@ class Batch:
         return self.shape.depth + self.engine.leaf
 
     def _begin(self) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
-        """Run the draft on the root and choose this step's tree: ((rows [B, 1, V], hidden states [B, 1, H]) of the
-        root, number of paths [B] where requests differ in it).
+        """Run the draft on the root and choose this step's tree: ((rows [B, 1, V], hidden states
+        [B, 1, H]) of the root, number of paths [B] where requests differ in it).
         """
         engine = self.engine
         out, kept = self._draft_root(), slice(-1 - engine.selector.looks_back, None)
@@ -224,10 +249,14 @@ class Batch:
                     if all(ended):
                         self.shape = engine.shapes[depth - 1]
                         break
-                    ended = torch.tensor(ended, device=self.device).unsqueeze(1) if any(ended) else None
+                    ended = (
+                        torch.tensor(ended, device=self.device).unsqueeze(1) if any(ended) else None
+                    )
                 out = self._draft_level(tokens[-1], depth)
                 rows = probabilities(out.logits.to(self.device), engine.sampling)
-                ran.append((rows if ended is None else rows.masked_fill(ended.unsqueeze(1), 0), out.hidden))
+                ran.append(
+                    (rows if ended is None else rows.masked_fill(ended.unsqueeze(1), 0), out.hidden)
+                )
             if depth < self.shape.depth:
                 drawn, chances = sample(ran[-1][0], coins[:, lanes[depth + 1]])
                 token = torch.tensor(drawn, device=self.device).unsqueeze(1)
@@ -236,8 +265,11 @@ class Batch:
         refuse_nan(rows, "draft", self.indices)
         return torch.cat(tokens, 1), rows, hidden
 
-    def _draft(self, root: tuple, paths: Tensor | None, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden states [B, N, H].
+    def _draft(
+        self, root: tuple, paths: Tensor | None, coins: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden
+        states [B, N, H].
 
         root, paths: see `_begin`; coins: [B, lanes] in [0, 1), see `Topology.lanes`.
         """
@@ -247,7 +279,10 @@ class Batch:
             if depth:
                 if engine.selector.confidence:
                     # No zero row gives a chance: a chain that has ended does not go on.
-                    going = level[:, 0].gather(1, tokens[:, -1:].clamp_min(0)) >= engine.selector.confidence
+                    going = (
+                        level[:, 0].gather(1, tokens[:, -1:].clamp_min(0))
+                        >= engine.selector.confidence
+                    )
                     if not going.any():
                         self.shape = engine.shapes[depth - 1]
                         break
@@ -255,16 +290,22 @@ class Batch:
                 level = probabilities(out.logits.to(self.device), engine.sampling)
                 hidden = out.hidden.to(self.device) if engine.hidden else None
             refuse_nan(level, "draft", self.indices)
-            present = (tokens[:, self.shape.levels[depth] :] >= 0 if going is None else going).unsqueeze(-1)
+            present = (
+                tokens[:, self.shape.levels[depth] :] >= 0 if going is None else going
+            ).unsqueeze(-1)
             level = level * present
             ran.append((level, hidden))
             if depth < self.shape.depth:
                 first, last = self.shape.levels[depth + 1 : depth + 3]
-                coin = coins[:, self.shape.lanes[first:last].to(self.device)].reshape(size, level.shape[1], -1)
+                coin = coins[:, self.shape.lanes[first:last].to(self.device)].reshape(
+                    size, level.shape[1], -1
+                )
                 drawn = children(self.shape.drafting, level, coin.shape[-1], coin)
                 drawn = torch.where(present, drawn, -1).flatten(1)
                 if paths is not None and depth == engine.trunk:
-                    drawn = drawn.where(torch.arange(last - first, device=self.device) < paths.unsqueeze(1), -1)
+                    drawn = drawn.where(
+                        torch.arange(last - first, device=self.device) < paths.unsqueeze(1), -1
+                    )
                 tokens = torch.cat([tokens, drawn], 1)
         return tokens, *self._padded(ran)
 
@@ -291,42 +332,58 @@ class Batch:
         found = tokens.clamp_min(0)
         if self.even:
             start = self.lengths[0] + depth
-            return self.engine.pair.draft(found, None, None, self.draft_cache, start, self.engine.hidden)
+            return self.engine.pair.draft(
+                found, None, None, self.draft_cache, start, self.engine.hidden
+            )
         first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
         base = max(self.lengths) + 1
         visible = self._tree_visible(self.length + 1, base, first, last, root=1)
         positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
         start = base + first - 1
-        return self.engine.pair.draft(found, positions, visible, self.draft_cache, start, self.engine.hidden)
+        return self.engine.pair.draft(
+            found, positions, visible, self.draft_cache, start, self.engine.hidden
+        )
 
     def _draft_root(self) -> Output:
-        """Run the draft on the root and, where the last block was accepted whole, on the token before it: outputs of
-        the root, or of both tokens.
+        """Run the draft on the root and, where the last block was accepted whole, on the token
+        before it: outputs of the root, or of both tokens.
         """
         model, start = self.engine.pair.draft, max(self.draft_lengths)
-        width = 1 + max(all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True))
+        width = 1 + max(
+            all_ - here for all_, here in zip(self.lengths, self.draft_lengths, strict=True)
+        )
         if self.aligned:
-            return model(self.recent[:, -width:], None, None, self.draft_cache, start, self.engine.hidden)
+            return model(
+                self.recent[:, -width:], None, None, self.draft_cache, start, self.engine.hidden
+            )
         lacking = self.length - self.draft_length
         slot = torch.arange(start + width, device=self.device)
         offset = torch.arange(width, device=self.device)
         first = start + width - 1 - lacking
         causal = slot <= (start + offset).unsqueeze(1)
-        visible = (slot < self.draft_length[:, None, None]) | ((slot >= first[:, None, None]) & causal)
+        visible = (slot < self.draft_length[:, None, None]) | (
+            (slot >= first[:, None, None]) & causal
+        )
         visible = visible | (slot == (start + offset).unsqueeze(1))
         positions = (self.length.unsqueeze(1) - (width - 1) + offset).clamp_min(0)
-        out = model(self.recent[:, -width:], positions, visible, self.draft_cache, start, self.engine.hidden)
+        out = model(
+            self.recent[:, -width:], positions, visible, self.draft_cache, start, self.engine.hidden
+        )
         real = offset <= lacking.unsqueeze(1)
         source = torch.where(real, first.unsqueeze(1) + offset, start + width - 1)
         self._move(
-            self.draft_cache, source, torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1)
+            self.draft_cache,
+            source,
+            torch.where(real, self.draft_length.unsqueeze(1) + offset, start + width - 1),
         )
         return out
 
     def _tree_visible(self, length: Tensor, base: int, first: int, last: int, root: int) -> Tensor:
-        """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors and themselves.
+        """[B, Q, slots]: nodes first .. last-1 see `length` [B] committed slots, their ancestors
+        and themselves.
 
-        root: the node that stands in slot `base`; 0 for the target, 1 for the draft, whose root is committed already.
+        root: the node that stands in slot `base`; 0 for the target, 1 for the draft, whose root is
+            committed already.
         """
         seen = self.shape.ancestors.to(self.device)[first:last, root:last]
         committed = torch.arange(base, device=self.device) < length[:, None, None]
@@ -342,30 +399,41 @@ class Batch:
         else:
             visible = self._tree_visible(self.length, base, 0, count, root=0)
             positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
-        out = engine.pair.target(tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden)
+        out = engine.pair.target(
+            tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden
+        )
         rows = probabilities(out.logits, engine.sampling)
         refuse_nan(rows, "target", self.indices)
         return rows, out.hidden.float() if out.hidden is not None else None
 
     def _price(self, tree: DraftTree, relaxed: DraftTree, weight: Tensor | None, verdict: Verdict):
-        """Lists, one a row: substitutions and the draft's share along its path, see `Completion.add_step`."""
+        """Lists, one a row: substitutions and the draft's share along its path, see
+        `Completion.add_step`.
+        """
         if relaxed is tree:  # every row is the target's own
             ran, depths = [self.drafted_depths] * len(tree.tokens), self.shape.depth + 1
-            if self.engine.selector.confidence:  # some ended before others; the draft is not run on a chain's end
+            if (
+                self.engine.selector.confidence
+            ):  # some ended before others; the draft is not run on a chain's end
                 ran = (tree.tokens[:, 1:] >= 0).sum(1).tolist()
-            return [[0.0] * depths] * len(ran), [[0.0] * run + [math.nan] * (depths - run) for run in ran]
+            return [[0.0] * depths] * len(ran), [
+                [0.0] * run + [math.nan] * (depths - run) for run in ran
+            ]
         cost, path = substitutions(tree, relaxed), self._path(verdict)
         share = self._share(tree, cost, weight)
         return cost.double().gather(1, path).tolist(), share.gather(1, path).tolist()
 
     def _share(self, tree: DraftTree, cost: Tensor, weight: Tensor | None) -> Tensor:
-        """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation is not a blend.
+        """[B, N] the draft's share at each node; nan where the draft was not run or the relaxation
+        is not a blend.
 
         cost: [B, N] substitutions; a node that a budget left unrelaxed costs nothing.
         """
         if weight is None:
             constant = self.engine.relaxation.constant
-            weight = torch.full_like(tree.target[..., 0], torch.nan if constant is None else constant)
+            weight = torch.full_like(
+                tree.target[..., 0], torch.nan if constant is None else constant
+            )
         if self.engine.relaxation.budget is not None:
             weight = torch.where(cost > 0, weight, 0)
         return torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
@@ -384,8 +452,11 @@ class Batch:
                 continue
             completion, request = done[self.indices[row]], self.requests[row]
             room = request.new_tokens - len(completion.tokens)
-            new, completion.finished = self._until_end(completion.tokens, block[:room], request.stop)
-            # A row that has ended stays where it is, so that its next positions lie in the context as these do.
+            new, completion.finished = self._until_end(
+                completion.tokens, block[:room], request.stop
+            )
+            # A row that has ended stays where it is, so that its next positions lie in the context
+            # as these do.
             self.active[row] = not completion.finished and len(new) < room
             reach = shape.depth if self.active[row] else len(new)
             nodes = zip(shape.depth_list, tokens[row], strict=True)
@@ -394,15 +465,26 @@ class Batch:
             completion.add_step(new, accepted, drafted, self.engine.depth, cost[row], share[row])
             completion.draft_calls += self.drafted_depths
             if not self.active[row]:
-                text = self.engine.pair.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                completion.text, completion.seconds = cut(text, request.stop), time.perf_counter() - self.began[row]
+                text = self.engine.pair.tokenizer.decode(
+                    completion.tokens, skip_special_tokens=True
+                )
+                completion.text, completion.seconds = (
+                    cut(text, request.stop),
+                    time.perf_counter() - self.began[row],
+                )
             emitted[row] = new
         return emitted
 
-    def _until_end(self, before: list[int], new: list[int], stop: tuple[str, ...]) -> tuple[list[int], bool]:
-        """The new tokens up to the end of the text, and whether an end token or a stop string ends it."""
+    def _until_end(
+        self, before: list[int], new: list[int], stop: tuple[str, ...]
+    ) -> tuple[list[int], bool]:
+        """The new tokens up to the end of the text, and whether an end token or a stop string ends
+        it.
+        """
         for count, token in enumerate(new, 1):
-            if token in self.engine.pair.eos or stopped(self.engine.pair.tokenizer, before + new[:count], stop):
+            if token in self.engine.pair.eos or stopped(
+                self.engine.pair.tokenizer, before + new[:count], stop
+            ):
                 return new[:count], True
         return new, False
 
@@ -432,7 +514,9 @@ class Batch:
         return max(self.drafted_depths - 1, 0)
 
     def _keep(self, cache, source: Tensor, destination: Tensor, real: Tensor, idle: int) -> None:
-        """Move the real entries; the others copy the slot `idle`, which no real entry names, onto itself."""
+        """Move the real entries; the others copy the slot `idle`, which no real entry names, onto
+        itself.
+        """
         self._move(cache, torch.where(real, source, idle), torch.where(real, destination, idle))
 
     @staticmethod
@@ -449,7 +533,9 @@ def padded(rows: list[list[int]], device: torch.device | str = "cpu") -> tuple[T
 
 
 def prefill(model: Model, tokens: Tensor, cache) -> None:
-    """Fill the cache with tokens [B, X], right-padded, in chunks of PREFILL; nothing later sees the padding."""
+    """Fill the cache with tokens [B, X], right-padded, in chunks of PREFILL; nothing later sees the
+    padding.
+    """
     for start in range(0, tokens.shape[1], PREFILL):
         chunk = tokens[:, start : start + PREFILL]
         slot = torch.arange(start + chunk.shape[1], device=tokens.device)

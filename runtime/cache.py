@@ -1,9 +1,9 @@
 """A key-value cache whose rows accept different numbers of tokens.
 
-Every row keeps its committed tokens packed in slots 0 .. length-1. A call writes its tokens into the same slots
-[start, start + Q) for all rows, start being at least every row's length; a mask hides what a row must not see. After
-verification the accepted path is copied down to the row's own length, which is a few entries a layer: nothing else
-moves and nothing is recomputed.
+Every row keeps its committed tokens packed in slots 0 .. length-1. A call writes its tokens into
+the same slots [start, start + Q) for all rows, start being at least every row's length; a mask
+hides what a row must not see. After verification the accepted path is copied down to the row's own
+length, which is a few entries a layer: nothing else moves and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class PackedLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, head size], allocated when the first token arrives."""
+    """Keys and values of one layer, [B, heads, capacity, head size], allocated when the first token
+    arrives.
+    """
 
     is_croppable = False
     is_sliding = False
@@ -31,7 +33,9 @@ class PackedLayer(CacheLayerMixin):
         self.keys, self.values = empty(key_states), empty(value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.start + key_states.shape[-2]
@@ -63,8 +67,8 @@ class PackedCache(Cache):
     def write_at(self, start: int, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
         """The next call writes these tokens [B, Q] into the slots from `start` on.
 
-        Returns [B, start + Q], the position of the token in every slot up to there, or None without positions [B, Q],
-        which must be given in every call where layers see a window of tokens.
+        Returns [B, start + Q], the position of the token in every slot up to there, or None without
+        positions [B, Q], which must be given in every call where layers see a window of tokens.
         """
         if self.positions is None:
             self.positions = tokens.new_zeros(len(tokens), self.capacity)
@@ -78,7 +82,9 @@ class PackedCache(Cache):
         return self.positions[:, :end]
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` [B, X] to `destination` [B, X]; a destination named twice must get one source."""
+        """Copy slots `source` [B, X] to `destination` [B, X]; a destination named twice must get
+        one source.
+        """
         if self.positions is None:
             return
         self.positions.scatter_(1, destination, self.positions.gather(1, source))
@@ -101,7 +107,9 @@ class PackedCache(Cache):
         self.capacity = capacity
 
     def replace(self, rows: Tensor, fresh: PackedCache, filled: int) -> None:
-        """Put the batch rows of `fresh`, of which `filled` slots are written, in the place of `rows` [B'] int64."""
+        """Put the batch rows of `fresh`, of which `filled` slots are written, in the place of
+        `rows` [B'] int64.
+        """
         if fresh.positions is None:  # prompts of one token have nothing before their root
             return
         self.positions[rows, :filled] = fresh.positions[:, :filled]
@@ -121,13 +129,18 @@ class PackedCache(Cache):
 
 
 def attention_layers(config) -> tuple[int, set[str], int | None]:
-    """(number of layers, kinds of attention, window in tokens or None); layers without keys and values are refused."""
+    """(number of layers, kinds of attention, window in tokens or None); layers without keys and
+    values are refused.
+    """
     window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    kinds = set(
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"]
+    )
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
         raise ValueError(
-            f"{config.model_type} has layers of kind {', '.join(sorted(odd))}, whose state cannot be rolled back after "
-            "a rejection; use a pair whose layers all keep keys and values"
+            f"{config.model_type} has layers of kind {', '.join(sorted(odd))}, whose state cannot"
+            " be rolled back after a rejection; use a pair whose layers all keep keys and values"
         )
     return config.num_hidden_layers, kinds, window if "sliding_attention" in kinds else None

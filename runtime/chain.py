@@ -1,8 +1,9 @@
 """Verification of a chain on a CPU: `verdict(law, tree, uniform) == draw(law(tree), uniform)`.
 
-The laws of `verifier` serve every tree and device and cost some 250 small operations, which on a CPU is more than a
-small draft model costs. For a chain the formulas are short (ALGORITHMS 4): plain numbers row by row, and numpy where a
-whole row of probabilities is needed. With ratio_i = target(X_i) / draft(X_i) at the i-th drafted token:
+The laws of `verifier` serve every tree and device and cost some 250 small operations, which on a
+CPU is more than a small draft model costs. For a chain the formulas are short (ALGORITHMS 4): plain
+numbers row by row, and numpy where a whole row of probabilities is needed. With ratio_i =
+target(X_i) / draft(X_i) at the i-th drafted token:
 
     token   h_i = min(1, ratio_1) ... : the path ends at the first i whose next token is refused
     block   w_i = min(1, w_{i-1} ratio_i),  h_i = Z_i / (Z_i + 1 - w_i) with Z_i = sum max(w_i target - draft, 0), and
@@ -32,7 +33,8 @@ def serves(law: Callable, parents: tuple[int, ...], device: torch.device) -> boo
 
 
 def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
-    """One draw from the law; every drafted token was drawn from its row, or is absent (-1) behind the chain's end.
+    """One draw from the law; every drafted token was drawn from its row, or is absent (-1) behind
+    the chain's end.
 
     The row of a chain's end is zero.
 
@@ -40,34 +42,47 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     """
     law, nodes, extra = _STOP[law], [], []
     coins = uniform[:, 0].tolist()
-    rows = zip(tree.target.numpy(), tree.draft.numpy(), tree.tokens[:, 1:].tolist(), coins, strict=True)
+    rows = zip(
+        tree.target.numpy(), tree.draft.numpy(), tree.tokens[:, 1:].tolist(), coins, strict=True
+    )
     for target, draft, tokens, coin in rows:
         drafted = enumerate(tokens)
-        ratio = [float(target[i, token]) / float(draft[i, token]) if token >= 0 else 0.0 for i, token in drafted]
+        ratio = [
+            float(target[i, token]) / float(draft[i, token]) if token >= 0 else 0.0
+            for i, token in drafted
+        ]
         stop, weight = law(target, draft, ratio)
         sums = list(accumulate(stop))
         node = bisect_right(sums, _threshold(coin, sums[-1]))
         left = target[node]
         if node < len(tokens):
             residual = np.maximum(left * weight[node] - draft[node], 0)
-            left = residual if residual.any() else left  # nothing to emit: rounding, as in `verifier.plans`
+            left = (
+                residual if residual.any() else left
+            )  # nothing to emit: rounding, as in `verifier.plans`
         nodes.append(node)
         extra.append(left)
     return Verdict(torch.tensor(nodes), torch.tensor(_selected(np.stack(extra), uniform[:, 1])))
 
 
 def sample(rows: torch.Tensor, uniform: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Tokens that `uniform` [B] in [0, 1) selects from rows [B, 1, V], and their probabilities there."""
+    """Tokens that `uniform` [B] in [0, 1) selects from rows [B, 1, V], and their probabilities
+    there.
+    """
     rows = rows[:, 0].numpy()
     tokens = _selected(rows, uniform)
     return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
 
 def _token(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
-    """(probability that the path ends at each node, weight of the target in each residual), L + 1 of each."""
+    """(probability that the path ends at each node, weight of the target in each residual), L + 1
+    of each.
+    """
     accept = [min(each, 1.0) for each in ratio]
     reach = [1.0, *accumulate(accept, mul)]
-    return [here * (1 - each) for here, each in zip(reach, accept, strict=False)] + reach[-1:], [1.0] * len(reach)
+    return [here * (1 - each) for here, each in zip(reach, accept, strict=False)] + reach[-1:], [
+        1.0
+    ] * len(reach)
 
 
 def _block(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
@@ -84,7 +99,8 @@ def _block(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]
     for node in range(depth - 1, -1, -1):
         null = 1 - weight[node]
         total = size[node] + null
-        # Without residual and null a node fires with what its child does not have, which only rounding can refuse.
+        # Without residual and null a node fires with what its child does not have, which only
+        # rounding can refuse.
         fire = size[node] / total if total > 0 else float(weight[node + 1] < 1)
         stop.append(fire * later)
         later *= 1 - fire
@@ -92,19 +108,29 @@ def _block(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]
 
 
 def _selected(rows, uniform: torch.Tensor) -> list[int]:
-    """The entries of rows [B, V] that `uniform` [B] selects, computed as `verifier.law.inverse_cdf` does."""
+    """The entries of rows [B, V] that `uniform` [B] selects, computed as `verifier.law.inverse_cdf`
+    does.
+    """
     cumulative = rows.cumsum(-1, dtype=np.float64)
     last, found = rows.shape[-1] - 1, []
-    for sums, total, coin in zip(cumulative, cumulative[:, -1].tolist(), uniform.tolist(), strict=True):
+    for sums, total, coin in zip(
+        cumulative, cumulative[:, -1].tolist(), uniform.tolist(), strict=True
+    ):
         found.append(min(int(sums.searchsorted(_threshold(coin, total), "right")), last))
     return found
 
 
 def _threshold(coin: float, total: float) -> float:
-    """What a cumulative sum that ends at `total` must exceed: below it, so that what is selected has mass."""
+    """What a cumulative sum that ends at `total` must exceed: below it, so that what is selected
+    has mass.
+    """
     return min(coin * total, math.nextafter(total, 0))
 
 
-# On a chain every method is one of the two (tests/test_delayed.py): trees of a selector may be chains.
-_STOP = {METHODS[name].unchecked: _token for name in ("token", "specinfer", "kseq", "rrsw", "greedy_tree")}
+# On a chain every method is one of the two (tests/test_delayed.py): trees of a selector may be
+# chains.
+_STOP = {
+    METHODS[name].unchecked: _token
+    for name in ("token", "specinfer", "kseq", "rrsw", "greedy_tree")
+}
 _STOP |= {METHODS[name].unchecked: _block for name in ("block", "gbv", "traversal", "univer")}

@@ -1,8 +1,10 @@
-"""Which tree to grow next: a choice made once a step, before the tree is drawn (delayed trees, arXiv 2602.16994).
+"""Which tree to grow next: a choice made once a step, before the tree is drawn (delayed trees,
+arXiv 2602.16994).
 
-A choice may use whatever does not depend on the tree: the committed text, both models at the token before the root,
-the draft at the root. Every method stays exact for the tree that it is then handed. A shape is written KxL2+L1: a trunk
-of L1 single tokens, then K paths of L2; `5` is a chain. What `--branches` may name, all in one interface:
+A choice may use whatever does not depend on the tree: the committed text, both models at the token
+before the root, the draft at the root. Every method stays exact for the tree that it is then
+handed. A shape is written KxL2+L1: a trunk of L1 single tokens, then K paths of L2; `5` is a chain.
+What `--branches` may name, all in one interface:
 
     3x4+2                 constant
     auto                  GBV's number of paths, 1 to 4, for each request of the batch
@@ -10,11 +12,12 @@ of L1 single tokens, then K paths of L2; `5` is a chain. What `--branches` may n
     confidence:0.5,8      a chain of at most 8 that ends behind the first token that the draft gave less than 0.5
     a folder              the network that `diversed select` trained, or a bundle that holds one
 
-Confidence decides while the chain is drawn: whether a token has a child depends on what was drawn up to it alone, so
-every method is exact for the chain that it is then handed.
+Confidence decides while the chain is drawn: whether a token has a child depends on what was drawn
+up to it alone, so every method is exact for the chain that it is then handed.
 
-A batch grows one topology a step. `auto` and confidence leave the nodes that a request did not ask for absent, so that
-a text does not depend on its batch; the others choose for the whole batch, which changes texts and not their law.
+A batch grows one topology a step. `auto` and confidence leave the nodes that a request did not ask
+for absent, so that a text does not depend on its batch; the others choose for the whole batch,
+which changes texts and not their law.
 """
 
 from __future__ import annotations
@@ -51,14 +54,20 @@ _SHAPE = re.compile(r"(?:(\d{1,3})x)?(\d{1,3})(?:\+(\d{1,3}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Shape:
-    """A trunk of `trunk` single tokens, then `paths` paths of `length` tokens; one path is written without a trunk."""
+    """A trunk of `trunk` single tokens, then `paths` paths of `length` tokens; one path is written
+    without a trunk.
+    """
 
     paths: int
     length: int
     trunk: int = 0
 
     def __str__(self) -> str:
-        return (f"{self.paths}x" if self.paths > 1 else "") + str(self.length) + (f"+{self.trunk}" * (self.trunk > 0))
+        return (
+            (f"{self.paths}x" if self.paths > 1 else "")
+            + str(self.length)
+            + (f"+{self.trunk}" * (self.trunk > 0))
+        )
 
     @property
     def depth(self) -> int:
@@ -70,7 +79,9 @@ class Shape:
         return [1] * (1 + self.trunk) + [self.paths] * self.length
 
     def grow(self, drafting: str) -> Topology:
-        branches = self.paths if drafting in ("paths", "chain") else [self.paths] + [1] * (self.length - 1)
+        branches = (
+            self.paths if drafting in ("paths", "chain") else [self.paths] + [1] * (self.length - 1)
+        )
         return topology(drafting, self.length, branches, self.trunk)
 
 
@@ -79,7 +90,8 @@ def parse_shape(text: str) -> Shape:
     found = _SHAPE.fullmatch(text.strip())
     if not found or not int(found[2]) or found[1] == "0":
         raise ValueError(
-            f"a shape is written PATHSxLENGTH+TRUNK, such as 3x4+2, or one number for a chain, got {text!r}"
+            "a shape is written PATHSxLENGTH+TRUNK, such as 3x4+2, or one number for a chain, got"
+            f" {text!r}"
         )
     paths, length, trunk = int(found[1] or 1), int(found[2]), int(found[3] or 0)
     return Shape(paths, length, trunk) if paths > 1 else Shape(1, length + trunk)
@@ -89,7 +101,8 @@ def parse_shape(text: str) -> Shape:
 class Known:
     """What a step knows before it draws its tree.
 
-    before: what the selector's `remember` kept of the step before, zeros for a request that had none.
+    before: what the selector's `remember` kept of the step before, zeros for a request that had
+        none.
     rows:   [B, W, V] the draft's rows, the root's last; before it, in the requests whose step before ended at a node
             that the draft had not been run on, that of this node.
     hidden: [B, W, H] the draft's hidden states there, where the selector looks back.
@@ -106,8 +119,10 @@ class Selector:
     """shapes: the trees it chooses from, as topologies.
 
     looks_back: it needs hidden states of both models.
-    by_request: the first number that a request's choice reads is how many of the tree's paths it wants.
-    confidence: a chain ends behind the first token whose probability in the draft's row is below this.
+    by_request: the first number that a request's choice reads is how many of the tree's paths it
+        wants.
+    confidence: a chain ends behind the first token whose probability in the draft's row is below
+        this.
     """
 
     looks_back = by_request = False
@@ -121,17 +136,24 @@ class Selector:
         return ()
 
     def remember(
-        self, tree: DraftTree, states: tuple[Tensor | None, Tensor | None], node: Tensor, paths: Tensor
+        self,
+        tree: DraftTree,
+        states: tuple[Tensor | None, Tensor | None],
+        node: Tensor,
+        paths: Tensor,
     ) -> tuple[Tensor, ...]:
         """What the next choice needs of this step, in the shapes of `nothing`.
 
-        states: hidden, of the draft [B, N, H_draft] and the target [B, N, H_target]; node: [B] where each row stopped;
+        states: hidden, of the draft [B, N, H_draft] and the target [B, N, H_target]; node: [B]
+            where each row stopped;
         paths: [N, L + 1] of the tree, see `Topology`.
         """
         return ()
 
     def look(self, known: Known) -> Tensor:
-        """[B, X] the numbers that a choice reads of every request; computed without the host, as a graph needs it."""
+        """[B, X] the numbers that a choice reads of every request; computed without the host, as a
+        graph needs it.
+        """
         raise NotImplementedError
 
     def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
@@ -143,7 +165,9 @@ class Selector:
 
 
 class PathsSelector(Selector):
-    """GBV's number of paths from the rows of the block before (ALGORITHMS 5); shape i has i + 1 paths."""
+    """GBV's number of paths from the rows of the block before (ALGORITHMS 5); shape i has i + 1
+    paths.
+    """
 
     by_request = True
 
@@ -152,9 +176,13 @@ class PathsSelector(Selector):
 
     def remember(self, tree, states, node, paths) -> tuple[Tensor, ...]:
         path = paths[node]
-        again = pad(path[:, 1:] == path[:, :-1], (1, 0), value=False)  # the stopping node is repeated
+        again = pad(
+            path[:, 1:] == path[:, :-1], (1, 0), value=False
+        )  # the stopping node is repeated
         at = path.unsqueeze(-1).expand(-1, -1, tree.target.shape[-1])
-        return tree.target.gather(1, at), tree.draft.gather(1, at).masked_fill(again.unsqueeze(-1), 0)
+        return tree.target.gather(1, at), tree.draft.gather(1, at).masked_fill(
+            again.unsqueeze(-1), 0
+        )
 
     def look(self, known: Known) -> Tensor:
         return choose_paths(*known.before, known.rows[:, -1], len(self.shapes)).unsqueeze(1)
@@ -164,7 +192,9 @@ class PathsSelector(Selector):
 
 
 class EntropySelector(Selector):
-    """The first of two shapes where the draft's mean entropy at the roots is at most `threshold` nats."""
+    """The first of two shapes where the draft's mean entropy at the roots is at most `threshold`
+    nats.
+    """
 
     def __init__(self, shapes: list[Topology], threshold: float):
         super().__init__(shapes)
@@ -179,7 +209,9 @@ class EntropySelector(Selector):
 
 
 class ConfidenceSelector(Selector):
-    """A chain that may grow to the last of `shapes`; shape i, of i + 1 tokens, is what a batch drafted if it ended."""
+    """A chain that may grow to the last of `shapes`; shape i, of i + 1 tokens, is what a batch
+    drafted if it ended.
+    """
 
     def __init__(self, shapes: list[Topology], confidence: float):
         super().__init__(shapes)
@@ -195,14 +227,17 @@ class ConfidenceSelector(Selector):
 def row_scalars(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
     """[B, 6] the numbers of ROW_SCALARS, nats; a probability below 1e-9 counts as 1e-9.
 
-    target, draft: [B, V] rows at the token before the root; root: [B, V] the draft's row at the root.
+    target, draft: [B, V] rows at the token before the root; root: [B, V] the draft's row at the
+        root.
     """
     sums = row_sums(target, draft, root)
     return torch.cat([sums[:, :9] @ _SUMS.to(sums), sums[:, 9:]], 1)
 
 
 def row_sums(target: Tensor, draft: Tensor, root: Tensor) -> Tensor:
-    """[B, 10] of the same rows the sums of row i times log row j, then the distance |target - draft|."""
+    """[B, 10] of the same rows the sums of row i times log row j, then the distance |target -
+    draft|.
+    """
     rows = torch.stack([target, draft, root], 1)
     products = torch.bmm(rows, rows.clamp_min(1e-9).log_().transpose(1, 2)).flatten(1)
     return torch.cat([products, torch.linalg.vector_norm(target - draft, 1, -1, keepdim=True)], 1)
@@ -218,12 +253,19 @@ _SUMS[[0, 1], 4] = torch.tensor([1.0, -1.0])
 class ShapeNetwork(nn.Module):
     """The network of the paper: three hidden states and some scalars -> one logit a shape.
 
-    Hidden states go through a linear map to 128 and LayerNorm each, scalars are standardised; then `width` (the paper's
-    is 512), 32 and the shapes, with GELU and dropout between. It starts at the shape `base`, whatever it sees.
+    Hidden states go through a linear map to 128 and LayerNorm each, scalars are standardised; then
+    `width` (the paper's is 512), 32 and the shapes, with GELU and dropout between. It starts at the
+    shape `base`, whatever it sees.
     """
 
     def __init__(
-        self, target_hidden: int, draft_hidden: int, shapes: int, width: int = 512, base: int = 0, dropout: float = 0.1
+        self,
+        target_hidden: int,
+        draft_hidden: int,
+        shapes: int,
+        width: int = 512,
+        base: int = 0,
+        dropout: float = 0.1,
     ):
         super().__init__()
         sizes = (target_hidden, draft_hidden, draft_hidden)
@@ -231,9 +273,19 @@ class ShapeNetwork(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(SIDE) for _ in sizes)
         self.register_buffer("mean", torch.zeros(len(SCALARS)))
         self.register_buffer("std", torch.ones(len(SCALARS)))
-        inner = nn.Linear(3 * SIDE + len(SCALARS), width), nn.Linear(width, 32), nn.Linear(32, shapes)
+        inner = (
+            nn.Linear(3 * SIDE + len(SCALARS), width),
+            nn.Linear(width, 32),
+            nn.Linear(32, shapes),
+        )
         self.net = nn.Sequential(
-            inner[0], nn.GELU("tanh"), nn.Dropout(dropout), inner[1], nn.GELU("tanh"), nn.Dropout(dropout), inner[2]
+            inner[0],
+            nn.GELU("tanh"),
+            nn.Dropout(dropout),
+            inner[1],
+            nn.GELU("tanh"),
+            nn.Dropout(dropout),
+            inner[2],
         )
         nn.init.zeros_(inner[2].weight)
         nn.init.zeros_(inner[2].bias)
@@ -246,14 +298,20 @@ class ShapeNetwork(nn.Module):
         self.std.copy_(torch.where(spread < 1e-4, 1e9, spread))
 
     def forward(self, hidden: list[Tensor], scalars: Tensor) -> Tensor:
-        """Logits [B, A]; hidden: of the target and the draft before the root, and of the draft at the root, [B, H]."""
-        parts = [norm(side(x)) for side, norm, x in zip(self.sides, self.norms, hidden, strict=True)]
+        """Logits [B, A]; hidden: of the target and the draft before the root, and of the draft at
+        the root, [B, H].
+        """
+        parts = [
+            norm(side(x)) for side, norm, x in zip(self.sides, self.norms, hidden, strict=True)
+        ]
         return self.net(torch.cat([*parts, (scalars - self.mean) / self.std], -1))
 
     def folded(self, facts: list[list[float]]) -> Folded:
-        """The same function in fewer operations, for the facts that the last five of SCALARS are one row of.
+        """The same function in fewer operations, for the facts that the last five of SCALARS are
+        one row of.
 
-        The norms' scales and the standardising go into the weights that follow, sums of rows into scalars too.
+        The norms' scales and the standardising go into the weights that follow, sums of rows into
+        scalars too.
         """
         linear = [*self.sides, *(layer for layer in self.net if isinstance(layer, nn.Linear))]
         layers = [(layer.weight.T.double(), layer.bias.double()) for layer in linear]
@@ -261,9 +319,15 @@ class ShapeNetwork(nn.Module):
         shift = torch.cat([*(norm.bias for norm in self.norms), -self.mean / self.std]).double()
         weight, bias = layers[3]
         seen, scalars, distance, others = (weight * scale.unsqueeze(1)).split([3 * SIDE, 5, 1, 5])
-        offsets = bias + shift @ weight + torch.tensor(facts, dtype=torch.float64, device=bias.device) @ others
+        offsets = (
+            bias
+            + shift @ weight
+            + torch.tensor(facts, dtype=torch.float64, device=bias.device) @ others
+        )
         layers[3] = torch.cat([seen, _SUMS.to(seen) @ scalars, distance]), offsets
-        return Folded([[part.float().contiguous() for part in layer] for layer in layers], self.norms[0].eps)
+        return Folded(
+            [[part.float().contiguous() for part in layer] for layer in layers], self.norms[0].eps
+        )
 
 
 @dataclass(frozen=True)
@@ -281,31 +345,51 @@ class Folded:
     def __call__(self, hidden: list[Tensor], sums: Tensor, place: Tensor) -> Tensor:
         """Logits [B, A].
 
-        hidden: see `ShapeNetwork`; sums: [B, 10] of `row_sums`; place: [B] int64 in the list of facts.
+        hidden: see `ShapeNetwork`; sums: [B, 10] of `row_sums`; place: [B] int64 in the list of
+            facts.
         """
         *sides, (weight, offsets), second, third = self.layers
-        seen = torch.stack([torch.addmm(bias, x, side) for x, (side, bias) in zip(hidden, sides, strict=True)], 1)
+        seen = torch.stack(
+            [torch.addmm(bias, x, side) for x, (side, bias) in zip(hidden, sides, strict=True)], 1
+        )
         seen = layer_norm(seen, (SIDE,), eps=self.epsilon).flatten(1)
-        x = gelu(torch.addmm(embedding(place, offsets), torch.cat([seen, sums], 1), weight), approximate="tanh")
+        x = gelu(
+            torch.addmm(embedding(place, offsets), torch.cat([seen, sums], 1), weight),
+            approximate="tanh",
+        )
         x = gelu(torch.addmm(second[1], x, second[0]), approximate="tanh")
         return torch.addmm(third[1], x, third[0])
 
 
 class LearnedSelector(Selector):
-    """The shape of the largest logit, by the mean of the shapes' probabilities over the requests of a batch.
+    """The shape of the largest logit, by the mean of the shapes' probabilities over the requests of
+    a batch.
 
     A request without a step yet has no say; where none has, the shape is `base`.
     """
 
     looks_back = True
 
-    def __init__(self, shapes: list[Topology], network: ShapeNetwork, base: int, facts: list[list[float]], step: int):
+    def __init__(
+        self,
+        shapes: list[Topology],
+        network: ShapeNetwork,
+        base: int,
+        facts: list[list[float]],
+        step: int,
+    ):
         """facts: the last five of SCALARS at contexts of 0, step, 2 step, ... tokens."""
         super().__init__(shapes)
-        self.logits, self.base, self.last, self.step = network.folded(facts), base, len(facts) - 1, step
+        self.logits, self.base, self.last, self.step = (
+            network.folded(facts),
+            base,
+            len(facts) - 1,
+            step,
+        )
 
     def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
-        """Rows and hidden states before the root, of the target and of the draft, and whether there are any.
+        """Rows and hidden states before the root, of the target and of the draft, and whether there
+        are any.
 
         The draft's are zeros where it was not run there.
         """
@@ -331,7 +415,9 @@ class LearnedSelector(Selector):
         return torch.cat([seen, self.logits([hidden, draft_hidden, states[:, -1]], sums, place)], 1)
 
     def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
-        voters = [logits for (seen, *logits), one in zip(numbers, active, strict=True) if one and seen]
+        voters = [
+            logits for (seen, *logits), one in zip(numbers, active, strict=True) if one and seen
+        ]
         if not voters:
             return self.base
         if len(voters) == 1:
@@ -340,27 +426,38 @@ class LearnedSelector(Selector):
         return int((shares / shares.sum(1, keepdims=True)).mean(0).argmax())
 
 
-def facts_of(length: float, temperature: float, top_p: float, draft_ms: float, target_ms: float) -> list[float]:
+def facts_of(
+    length: float, temperature: float, top_p: float, draft_ms: float, target_ms: float
+) -> list[float]:
     """The last five of SCALARS: of the context, the sampling, and calls on one token there."""
     return [math.log1p(length), temperature, top_p, draft_ms, target_ms]
 
 
 def _load(folder: Path, method: str, drafting: str, pair: Pair, sampling: Sampling) -> Selector:
-    """The network in a folder of `diversed select` or in a bundle, if it fits; a constant shape where it says so."""
+    """The network in a folder of `diversed select` or in a bundle, if it fits; a constant shape
+    where it says so.
+    """
     card = read_selector_card(folder)
     came = {"method": method, "drafting": drafting}
     came |= {role: getattr(pair, role).hash for role in ("target", "draft")}
     for name, value in came.items():
         if (trained := card[name]["hash"] if name in ("target", "draft") else card[name]) != value:
             raise ValueError(
-                f"the selector in {folder} was trained for {name} {trained}, got {value}; train one with "
-                "`diversed select`"
+                f"the selector in {folder} was trained for {name} {trained}, got {value}; train one"
+                " with `diversed select`"
             )
     t, p = sampling.temperature, sampling.top_p
-    base = min(card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p))
+    base = min(
+        card["bases"], key=lambda base: abs(base["temperature"] - t) + abs(base["top_p"] - p)
+    )
     if base.get("constant"):
         return Selector([parse_shape(base["shape"]).grow(drafting)])
-    sizes = card["target"]["hidden_size"], card["draft"]["hidden_size"], len(card["shapes"]), card["width"]
+    sizes = (
+        card["target"]["hidden_size"],
+        card["draft"]["hidden_size"],
+        len(card["shapes"]),
+        card["width"],
+    )
     with torch.device("meta"):
         network = ShapeNetwork(*sizes)
     load_network(folder, network)
@@ -383,27 +480,49 @@ def load_network(folder: Path, network: ShapeNetwork) -> None:
 def read_selector_card(folder: Path) -> dict[str, Any]:
     """selector.json of a folder, with the entries that every use needs."""
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{folder} has no {' and no '.join(missing)}; `diversed select` writes both")
+        raise FileNotFoundError(
+            f"{folder} has no {' and no '.join(missing)}; `diversed select` writes both"
+        )
     try:
         card = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
         found = card["format"]
         fault = "" if found != FORMAT else _fault(card)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         found, fault = FORMAT, repr(error)
     if fault:
-        raise ValueError(f"{folder / FILES[0]} is damaged ({fault}); delete {folder} and run `diversed select` again")
+        raise ValueError(
+            f"{folder / FILES[0]} is damaged ({fault}); delete {folder} and run `diversed select`"
+            " again"
+        )
     if found != FORMAT:
-        raise ValueError(f"{folder / FILES[0]} has format {found!r}, this version reads {FORMAT}; train it again")
+        raise ValueError(
+            f"{folder / FILES[0]} has format {found!r}, this version reads {FORMAT}; train it again"
+        )
     return card
 
 
 def _fault(card: dict[str, Any]) -> str:
     """What no selector's card says, empty where it is sound."""
     models, latency = [card["target"], card["draft"]], card["latency"]
-    sizes = [card["width"], *(model["hidden_size"] for model in models if isinstance(model["hash"], str))]
-    if len(sizes) < 3 or any(type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes):
+    sizes = [
+        card["width"],
+        *(model["hidden_size"] for model in models if isinstance(model["hash"], str)),
+    ]
+    if len(sizes) < 3 or any(
+        type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes
+    ):
         return "a model has no hash or hidden size"
-    if not card["shapes"] or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]:
+    if (
+        not card["shapes"]
+        or [str(parse_shape(shape)) for shape in card["shapes"]] != card["shapes"]
+    ):
         return "its shapes are none"
     if not card["bases"] or any(
         math.isnan(b["temperature"] + b["top_p"])
@@ -426,15 +545,24 @@ def _fault(card: dict[str, Any]) -> str:
 
 
 def make_selector(
-    text: str, method: str, drafting: str, draft_length: int, trunk: int, pair: Pair, sampling: Sampling
+    text: str,
+    method: str,
+    drafting: str,
+    draft_length: int,
+    trunk: int,
+    pair: Pair,
+    sampling: Sampling,
 ) -> Selector:
     """The selector that `branches` names; ValueError with one sentence for anything else."""
     if text == "auto":
         if method != "gbv":
             raise ValueError(
-                f"`branches` auto chooses the number of paths of gbv before each step, got method {method!r}"
+                "`branches` auto chooses the number of paths of gbv before each step, got method"
+                f" {method!r}"
             )
-        return PathsSelector([topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)])
+        return PathsSelector(
+            [topology(drafting, draft_length, paths, trunk) for paths in range(1, MOST_PATHS + 1)]
+        )
     if text.startswith("entropy:"):
         threshold, *shapes = text.removeprefix("entropy:").split(",")
         try:
@@ -443,7 +571,8 @@ def make_selector(
             limit = float("nan")
         if not limit >= 0 or len(shapes) != 2:
             raise ValueError(
-                f"`branches` entropy is written entropy:NATS,SHAPE,SHAPE, such as entropy:1.2,6,3x2, got {text!r}"
+                "`branches` entropy is written entropy:NATS,SHAPE,SHAPE, such as"
+                f" entropy:1.2,6,3x2, got {text!r}"
             )
         return EntropySelector([parse_shape(shape).grow(drafting) for shape in shapes], limit)
     if text.startswith("confidence:"):
@@ -454,10 +583,12 @@ def make_selector(
             confidence, tokens = 0.0, 0
         if not (0 < confidence <= 1 and 0 < tokens < MAX_NODES):
             raise ValueError(
-                "`branches` confidence is written confidence:PROBABILITY,TOKENS, such as confidence:0.5,8 with a "
-                f"probability above 0 and at most 1, got {text!r}"
+                "`branches` confidence is written confidence:PROBABILITY,TOKENS, such as"
+                f" confidence:0.5,8 with a probability above 0 and at most 1, got {text!r}"
             )
-        return ConfidenceSelector([Shape(1, count).grow(drafting) for count in range(1, tokens + 1)], confidence)
+        return ConfidenceSelector(
+            [Shape(1, count).grow(drafting) for count in range(1, tokens + 1)], confidence
+        )
     if _is_folder(text):
         return _load(Path(text), method, drafting, pair, sampling)
     return Selector([parse_shape(text).grow(drafting)])

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A stop string is looked for in this many more tokens than it has characters: a token may hold part of a character.
+# A stop string is looked for in this many more tokens than it has characters: a token may hold part
+# of a character.
 MARGIN = 8
 
 
@@ -42,9 +43,12 @@ class Completion:
     drafted:       drafted tokens that the target checked.
     accepted:      drafted tokens that were kept; the extra token of a step is not one of them.
     target_calls, draft_calls: calls in which this request took part; the prefill is not counted.
-    drafted_by_depth, accepted_by_depth: steps that drafted to a depth, and that accepted at least so far.
-    substitutions: expected number of tokens that differ from the target's own choice, sum of TV(target, relaxed row).
-    weight_sum, weight_count: over committed positions where the draft was run; their ratio is `mean_weight`.
+    drafted_by_depth, accepted_by_depth: steps that drafted to a depth, and that accepted at least
+        so far.
+    substitutions: expected number of tokens that differ from the target's own choice, sum of
+        TV(target, relaxed row).
+    weight_sum, weight_count: over committed positions where the draft was run; their ratio is
+        `mean_weight`.
     seconds:       wall time from the prefill of its prompt to its end.
     """
 
@@ -63,7 +67,13 @@ class Completion:
     seconds: float = 0.0
 
     def add_step(
-        self, new: list[int], accepted: int, drafted: list[int], depth: int, cost: list[float], share: list[float]
+        self,
+        new: list[int],
+        accepted: int,
+        drafted: list[int],
+        depth: int,
+        cost: list[float],
+        share: list[float],
     ) -> None:
         """Add one target call.
 
@@ -71,11 +81,14 @@ class Completion:
         accepted:    how many of them were drafted.
         drafted:     depth of every drafted token that the target checked and that does not lie after the end.
         depth:       of the deepest tree that a step may grow.
-        cost, share: substitutions and the draft's share at the positions from the root on; share is nan where the
-                     draft was not run.
+        cost, share: substitutions and the draft's share at the positions from the root on; share is
+                     nan where the draft was not run.
         """
         reached = max(drafted, default=0)
-        for counts, deepest in ((self.drafted_by_depth, reached), (self.accepted_by_depth, accepted)):
+        for counts, deepest in (
+            (self.drafted_by_depth, reached),
+            (self.accepted_by_depth, accepted),
+        ):
             counts += [0] * (depth - len(counts))
             counts[:deepest] = [count + 1 for count in counts[:deepest]]
         self.tokens += new
@@ -99,7 +112,9 @@ class Completion:
 
 
 class Stream:
-    """A text as its tokens are committed: every character once, and none that a stop string may still take back."""
+    """A text as its tokens are committed: every character once, and none that a stop string may
+    still take back.
+    """
 
     def __init__(self, tokenizer, stop: tuple[str, ...] = ()):
         self.tokenizer, self.stop = tokenizer, stop
@@ -119,7 +134,12 @@ class Stream:
 
 def beginning(text: str, stop: tuple[str, ...]) -> int:
     """Length of the longest end of the text with which a stop string begins."""
-    ends = (length for string in stop for length in range(1, len(string)) if text.endswith(string[:length]))
+    ends = (
+        length
+        for string in stop
+        for length in range(1, len(string))
+        if text.endswith(string[:length])
+    )
     return max(ends, default=0)
 
 

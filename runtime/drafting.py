@@ -1,4 +1,5 @@
-"""How the children of a node are drawn: the drafting laws of ALGORITHMS section 2, random numbers as arguments.
+"""How the children of a node are drawn: the drafting laws of ALGORITHMS section 2, random numbers
+as arguments.
 
     chain                one child, sampled from the draft's row
     paths                K i.i.d. chains from one node; equal prefixes stay separate nodes, laws merge them
@@ -6,7 +7,8 @@
     without_replacement  M distinct tokens: sample, zero it, renormalise, again (Sequoia; Jeon 2024)
     greedy               the M-1 most likely tokens, plus one sampled from the rest (Hu 2025, arXiv 2502.18779)
 
-Any of them may hang from a trunk of single sampled children (delayed trees, arXiv 2602.16994). Trunk nodes have exactly
+Any of them may hang from a trunk of single sampled children (delayed trees, arXiv 2602.16994).
+Trunk nodes have exactly
 one child: a duplicated trunk child would make the methods for paths biased.
 """
 
@@ -61,7 +63,9 @@ class Topology:
 
     @cached_property
     def paths(self) -> Tensor:
-        """[N, depth + 1] int64 nodes from the root to each node; entries below a node repeat the node."""
+        """[N, depth + 1] int64 nodes from the root to each node; entries below a node repeat the
+        node.
+        """
         paths = torch.arange(self.nodes).unsqueeze(1).repeat(1, self.depth + 1)
         for node in range(1, self.nodes):
             above = int(self.depths[node])
@@ -71,7 +75,10 @@ class Topology:
     @cached_property
     def path_lists(self) -> list[list[int]]:
         """Nodes from the root to each node, the node itself last."""
-        return [path[: depth + 1] for path, depth in zip(self.paths.tolist(), self.depth_list, strict=True)]
+        return [
+            path[: depth + 1]
+            for path, depth in zip(self.paths.tolist(), self.depth_list, strict=True)
+        ]
 
     @cached_property
     def depth_list(self) -> list[int]:
@@ -88,17 +95,22 @@ class Topology:
 
     @cached_property
     def lanes(self) -> Tensor:
-        """[N] int64 which of a request's random numbers draws each node; the root needs none and has -1.
+        """[N] int64 which of a request's random numbers draws each node; the root needs none and
+        has -1.
 
         A path has the same lanes whether or not others are drafted beside it.
         """
         if self.drafting != "paths":
             return torch.arange(self.nodes) - 1
         levels = enumerate(pairwise(self.levels))
-        return torch.tensor([-1] + [(d - 1) * MAX_PATHS + i for d, (a, b) in levels if d for i in range(b - a)])
+        return torch.tensor(
+            [-1] + [(d - 1) * MAX_PATHS + i for d, (a, b) in levels if d for i in range(b - a)]
+        )
 
 
-def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, trunk: int = 0) -> Topology:
+def topology(
+    drafting: str, draft_length: int, branches: int | list[int] = 1, trunk: int = 0
+) -> Topology:
     """The tree that a method's drafting law grows.
 
     drafting:     one of the laws above.
@@ -112,8 +124,9 @@ def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, tr
         children = [node for node in frontier for _ in range(count)]
         if len(parents) + len(children) > MAX_NODES:
             raise ValueError(
-                f"a draft tree of length {draft_length} with branches {branches} has more than {MAX_NODES} nodes; "
-                "give `branches` as a list with fewer children at greater depth, for example [3, 2, 1, 1]"
+                f"a draft tree of length {draft_length} with branches {branches} has more than"
+                f" {MAX_NODES} nodes; give `branches` as a list with fewer children at greater"
+                " depth, for example [3, 2, 1, 1]"
             )
         frontier = list(range(len(parents), len(parents) + len(children)))
         parents += children
@@ -122,7 +135,9 @@ def topology(drafting: str, draft_length: int, branches: int | list[int] = 1, tr
 
 
 def default_branches(drafting: str, draft_length: int) -> int | list[int]:
-    """One chain, three paths, or a tree of three and then two children that goes on in single file: 28 nodes for 5."""
+    """One chain, three paths, or a tree of three and then two children that goes on in single file:
+    28 nodes for 5.
+    """
     if drafting in ("chain", "paths"):
         return 1 if drafting == "chain" else 3
     return ([3, 2] + [1] * draft_length)[: max(draft_length, 0)]
@@ -131,19 +146,25 @@ def default_branches(drafting: str, draft_length: int) -> int | list[int]:
 def _branching(drafting: str, draft_length: int, branches: int | list[int]) -> list[int]:
     if draft_length < 1:
         raise ValueError(
-            f"`draft_length` must be at least 1, got {draft_length}; method `plain` decodes without a draft"
+            f"`draft_length` must be at least 1, got {draft_length}; method `plain` decodes without"
+            " a draft"
         )
     several = branches if isinstance(branches, list) else [branches] * draft_length
     if len(several) != draft_length or min(several) < 1:
-        raise ValueError(f"`branches` must be a positive int or one for each of {draft_length} depths, got {branches}")
+        raise ValueError(
+            f"`branches` must be a positive int or one for each of {draft_length} depths, got"
+            f" {branches}"
+        )
     if drafting == "chain" and max(several) > 1:
         raise ValueError(
-            f"this method verifies one chain, got branches={branches}; leave `branches` at 1 or choose gbv, univer, ..."
+            f"this method verifies one chain, got branches={branches}; leave `branches` at 1 or"
+            " choose gbv, univer, ..."
         )
     if drafting == "paths":
         if max(several[1:], default=1) > 1 and isinstance(branches, list):
             raise ValueError(
-                f"paths branch once, at the root or the end of the trunk; give `branches` as one int, got {branches}"
+                "paths branch once, at the root or the end of the trunk; give `branches` as one"
+                f" int, got {branches}"
             )
         if several[0] > MAX_PATHS:
             raise ValueError(f"`branches` may be at most {MAX_PATHS} paths, got {several[0]}")

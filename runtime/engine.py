@@ -24,9 +24,17 @@ from .model import Pair
 from .relaxer import load_gate
 from .sampling import Sampling
 
-# Ended rows stand idle until this share of the batch can be prefilled together: one call of the target for all of them.
+# Ended rows stand idle until this share of the batch can be prefilled together: one call of the
+# target for all of them.
 REFILL = 0.125
-STAGES = ("prefill", "draft", "target", "verify", "step", "commit")  # step: draft, target and verify as one program
+STAGES = (
+    "prefill",
+    "draft",
+    "target",
+    "verify",
+    "step",
+    "commit",
+)  # step: draft, target and verify as one program
 OnStep = Callable[[int, list[int], bool], None]
 
 
@@ -51,16 +59,16 @@ def decode(
 ) -> list[Completion]:
     """Continue every prompt by speculative decoding.
 
-    Every call makes its engines anew. Where calls repeat and steps are captured (a GPU) or compiled, make an `Engine`
-    once and give requests to its `run`.
+    Every call makes its engines anew. Where calls repeat and steps are captured (a GPU) or
+    compiled, make an `Engine` once and give requests to its `run`.
 
     prompts:        token ids, at least one each.
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
     relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has one for each
                     prompt; those of one relaxation are decoded together, one relaxation after the other.
     draft_length:   tokens on a drafted path.
-    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such as `auto` or
-                    `3x4+2` names what chooses the shape at each step, see `selector`.
+    branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such
+                    as `auto` or `3x4+2` names what chooses the shape at each step, see `selector`.
     drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
@@ -79,11 +87,27 @@ def decode(
     for name, values in (("seeds", seeds), ("relaxation", relaxations)):
         if len(values) != len(prompts):
             one = name.removesuffix("s")
-            raise ValueError(f"`{name}` must hold one {one} for each of {len(prompts)} prompts, got {len(values)}")
+            raise ValueError(
+                f"`{name}` must hold one {one} for each of {len(prompts)} prompts, got"
+                f" {len(values)}"
+            )
     pairs = enumerate(zip(prompts, seeds, strict=True))
-    requests = {i: Request(prompt, seed, max_new_tokens, tuple(stop)) for i, (prompt, seed) in pairs}
+    requests = {
+        i: Request(prompt, seed, max_new_tokens, tuple(stop)) for i, (prompt, seed) in pairs
+    }
     made = {
-        each: Engine(pair, method, each, draft_length, branches, trunk, drafting, relax_leaf, sampling, compile)
+        each: Engine(
+            pair,
+            method,
+            each,
+            draft_length,
+            branches,
+            trunk,
+            drafting,
+            relax_leaf,
+            sampling,
+            compile,
+        )
         for each in dict.fromkeys(relaxations)
     }
     engines = {i: made[each] for i, each in enumerate(relaxations)}
@@ -93,17 +117,24 @@ def decode(
 
 
 def run_grouped(
-    engines: dict[int, Engine], requests: dict[int, Request], batch: int, on_step: OnStep | None = None
+    engines: dict[int, Engine],
+    requests: dict[int, Request],
+    batch: int,
+    on_step: OnStep | None = None,
 ) -> dict[int, Completion]:
     """Decode every request with the engine of the same key, those of one engine together."""
     done: dict[int, Completion] = {}
     for engine in dict.fromkeys(engines[i] for i in requests):
-        done |= engine.run({i: request for i, request in requests.items() if engines[i] is engine}, batch, on_step)
+        done |= engine.run(
+            {i: request for i, request in requests.items() if engines[i] is engine}, batch, on_step
+        )
     return {i: done[i] for i in requests}
 
 
 class Engine:
-    """One method, relaxation and tree shape over one pair; checks all of it once, then runs batches."""
+    """One method, relaxation and tree shape over one pair; checks all of it once, then runs
+    batches.
+    """
 
     def __init__(
         self,
@@ -123,7 +154,8 @@ class Engine:
         if method == "plain":
             if self.relaxation.name != "none":
                 raise ValueError(
-                    f"method `plain` has no draft to relax towards, got relaxation {relaxation!r}; use `none`"
+                    f"method `plain` has no draft to relax towards, got relaxation {relaxation!r};"
+                    " use `none`"
                 )
             self.law, self.kernel = methods.method("token").unchecked, None
             self.selector = Selector([Topology("chain", (-1,), (0, 1))])
@@ -134,9 +166,13 @@ class Engine:
             self.law, self.kernel = chosen.unchecked, chosen.kernel
             within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
             if isinstance(branches, str):
-                self.selector = make_selector(branches, method, drafting, draft_length, trunk, pair, self.sampling)
+                self.selector = make_selector(
+                    branches, method, drafting, draft_length, trunk, pair, self.sampling
+                )
             else:
-                branches = default_branches(drafting, draft_length) if branches is None else branches
+                branches = (
+                    default_branches(drafting, draft_length) if branches is None else branches
+                )
                 self.selector = Selector([topology(drafting, draft_length, branches, trunk)])
         self.shapes, self.trunk = self.selector.shapes, trunk
         self.shape = max(self.shapes, key=lambda shape: shape.nodes)
@@ -146,14 +182,18 @@ class Engine:
         self.leaf = int(relax_leaf and self.depth > 0)
         if self.leaf and self.selector.confidence:
             raise ValueError(
-                f"`relax_leaf` needs leaves that are known before the tree is drawn, got branches {branches!r}; leave "
-                "one of the two out"
+                "`relax_leaf` needs leaves that are known before the tree is drawn, got branches"
+                f" {branches!r}; leave one of the two out"
             )
         self.steps: dict[tuple, StaticState] = {}  # of graphs.py, the last used last
-        self.seconds: dict[str, float] | None = None  # of every stage of STAGES, where a run is to be timed
+        self.seconds: dict[str, float] | None = (
+            None  # of every stage of STAGES, where a run is to be timed
+        )
         self.compiled = compile
         if compile and (reason := obstacle(self)):
-            raise ValueError(f"`compile` needs a step whose shapes never change: {reason}; leave `compile` out")
+            raise ValueError(
+                f"`compile` needs a step whose shapes never change: {reason}; leave `compile` out"
+            )
 
     def check(self, index: int, request: Request) -> None:
         """Refuse a request whose prompt, text and a tree beyond it do not fit; see `check_prompts`."""
@@ -167,12 +207,16 @@ class Engine:
         on_step: OnStep | None = None,
         static: bool | None = None,
     ) -> dict[int, Completion]:
-        """Decode checked requests, `batch` of them (by default all) together; where one ends the next begins.
+        """Decode checked requests, `batch` of them (by default all) together; where one ends the
+        next begins.
 
         Their keys are used in messages and `on_step`, and are the result's.
-        static: whether the static step of graphs.py decodes them; by default on a GPU, where it can, and compiled.
+        static: whether the static step of graphs.py decodes them; by default on a GPU, where it
+            can, and compiled.
         """
-        wanted = self.compiled or self.pair.target.device.type == "cuda" if static is None else static
+        wanted = (
+            self.compiled or self.pair.target.device.type == "cuda" if static is None else static
+        )
         reason = obstacle(self) if wanted else ""
         if static and reason:
             raise ValueError(f"`static` asks for a step that cannot be had here: {reason}")
@@ -188,7 +232,10 @@ class Engine:
                 if on_step and new:
                     on_step(index, new, not active)
             self.lap("commit")
-            busy, idle = ([row for row, active in enumerate(state.active) if active == want] for want in (True, False))
+            busy, idle = (
+                [row for row, active in enumerate(state.active) if active == want]
+                for want in (True, False)
+            )
             if waiting and len(idle) >= min(math.ceil(REFILL * size), len(waiting)):
                 rows = idle[: len(waiting)]
                 state.replace(rows, self._begin(waiting, len(rows)))
@@ -204,7 +251,9 @@ class Engine:
         return batch
 
     def lap(self, stage: str) -> None:
-        """Add the time since the last lap to a stage of `seconds`, where it is kept: a GPU then waits at each stage."""
+        """Add the time since the last lap to a stage of `seconds`, where it is kept: a GPU then
+        waits at each stage.
+        """
         if self.seconds is None:
             return
         if self.pair.target.device.type == "cuda":
@@ -215,17 +264,22 @@ class Engine:
 
 
 def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) -> None:
-    """Refuse prompts without tokens, with unknown tokens, or that leave no room for `new_tokens` in either context."""
+    """Refuse prompts without tokens, with unknown tokens, or that leave no room for `new_tokens` in
+    either context.
+    """
     room = min(pair.target.max_positions, pair.draft.max_positions)
     for index, tokens in prompts.items():
         if not tokens:
-            raise ValueError(f"prompt {index} has no tokens; an empty text cannot be continued by this tokenizer")
+            raise ValueError(
+                f"prompt {index} has no tokens; an empty text cannot be continued by this tokenizer"
+            )
         if not 0 <= min(tokens) <= max(tokens) < pair.vocab:
             raise ValueError(
-                f"prompt {index} has a token outside 0..{pair.vocab - 1}; was it encoded by another tokenizer?"
+                f"prompt {index} has a token outside 0..{pair.vocab - 1}; was it encoded by another"
+                " tokenizer?"
             )
         if len(tokens) + new_tokens > room:
             raise ValueError(
-                f"prompt {index} is longer than the context: {len(tokens)} tokens and {new_tokens} new ones exceed "
-                f"{room}; lower `max_new_tokens` or shorten the prompt"
+                f"prompt {index} is longer than the context: {len(tokens)} tokens and {new_tokens}"
+                f" new ones exceed {room}; lower `max_new_tokens` or shorten the prompt"
             )

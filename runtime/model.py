@@ -1,7 +1,8 @@
-"""A causal language model with a cache: (tokens, positions, visible slots) -> logits and last hidden states.
+"""A causal language model with a cache: (tokens, positions, visible slots) -> logits and last
+hidden states.
 
-The only file that knows how transformers is called. A pair is refused here, before any work, when its two models do
-not read the same tokens.
+The only file that knows how transformers is called. A pair is refused here, before any work, when
+its two models do not read the same tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from .lean import LeanForward, obstacle
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
 STRIPS = 16  # longest call whose causal mask is kept: a chain's; prompts have any length
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
 class Output:
-    """logits: [B, Q, V] over the pair's shared vocabulary; hidden: [B, Q, H] after the final norm, or None."""
+    """logits: [B, Q, V] over the pair's shared vocabulary; hidden: [B, Q, H] after the final norm,
+    or None.
+    """
 
     logits: Tensor
     hidden: Tensor | None
@@ -38,8 +46,9 @@ class Model:
     """One Hugging Face causal model, frozen.
 
     lean:     its calls are computed by `lean.LeanForward`, from the module's own weights.
-    obstacle: why they go through transformers instead; the choice is made here, once. Hooks that are registered on
-              the module afterwards are not called by a lean model: set DIVERSED_LEAN=0 for them.
+    obstacle: why they go through transformers instead; the choice is made here, once. Hooks that
+              are registered on the module afterwards are not called by a lean model: set
+              DIVERSED_LEAN=0 for them.
     """
 
     def __init__(self, module, name: str, vocab: int | None = None):
@@ -92,21 +101,28 @@ class Model:
         """Run the model once, without gradients.
 
         tokens:    [B, Q] int64.
-        positions: [B, Q] int64, position of each token in its text; None where it is the number of its slot.
+        positions: [B, Q] int64, position of each token in its text; None where it is the number of
+            its slot.
         visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included; None where these are its
                    own slot and all before it.
         start:     first slot written.
         hidden:    also return the last hidden states.
-        last_only: logits of the last token alone, [B, 1, V]: a prefill needs none. Hidden states of the others are
-                   then not to be relied on.
+        last_only: logits of the last token alone, [B, 1, V]: a prefill needs none. Hidden states of
+                   the others are then not to be relied on.
         """
         device = self.device
         tokens = tokens.to(device)
         if positions is not None:
             positions = positions.to(device)
         elif self.window or cache is None or not self._lean:
-            positions = torch.arange(start, start + tokens.shape[1], device=device).expand_as(tokens)
-        slots = positions if cache is None else cache.write_at(start, tokens, positions if self.window else None)
+            positions = torch.arange(start, start + tokens.shape[1], device=device).expand_as(
+                tokens
+            )
+        slots = (
+            positions
+            if cache is None
+            else cache.write_at(start, tokens, positions if self.window else None)
+        )
         if self._lean:
             self._lean.refresh()
             masks = self._masks(visible, positions, slots, start, tokens.shape[1], allow_none=True)
@@ -131,10 +147,14 @@ class Model:
 
     @property
     def angles(self) -> Tensor:
-        """The table of positions that lean calls read; a longer text replaces it, so who captures a call keeps it."""
+        """The table of positions that lean calls read; a longer text replaces it, so who captures a
+        call keeps it.
+        """
         return self._lean.angles
 
-    def at_slots(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: PackedCache) -> Output:
+    def at_slots(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: PackedCache
+    ) -> Output:
         """A lean call, hidden states included, whose rows write into slots [B, Q] of their own.
 
         mask: [B, 1, Q, capacity] to add to the scores of all slots.
@@ -152,26 +172,33 @@ class Model:
         count: int,
         allow_none: bool = False,
     ) -> dict[str, Tensor | None]:
-        """What to add to the scores, by kind of attention: [B or 1, 1, Q, slots] of 0 and the most negative number.
+        """What to add to the scores, by kind of attention: [B or 1, 1, Q, slots] of 0 and the most
+        negative number.
 
         A bool mask is silently wrong with eager attention.
         slots:      [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
         allow_none: a single token that sees every slot needs no mask.
         """
         if visible is None and not self.window:
-            return {"full_attention": None if count == 1 and allow_none else self._causal(start, count)}
+            return {
+                "full_attention": None if count == 1 and allow_none else self._causal(start, count)
+            }
         if visible is None:
             slot = torch.arange(start + count, device=self.device)
             visible = (slot <= slot[start:].unsqueeze(1)).unsqueeze(0)
         visible = visible.to(self.device)
-        masks = {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
+        masks = (
+            {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
+        )
         if self.window:
             near = positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window
             masks["sliding_attention"] = self._additive(visible & near)
         return masks
 
     def _causal(self, start: int, count: int) -> Tensor:
-        """[1, 1, Q, start + Q]: each token sees all up to its own slot. A view of a strip that grows with the text."""
+        """[1, 1, Q, start + Q]: each token sees all up to its own slot. A view of a strip that
+        grows with the text.
+        """
         strip = self._strips.get(count)
         if strip is None or strip.shape[-1] < start + count or strip.device != self.device:
             slot = torch.arange(2 * start + count, device=self.device)
@@ -188,7 +215,8 @@ class Model:
 class Pair:
     """A draft and a target that read the same tokens.
 
-    vocab: size of the vocabulary that both share; padded entries beyond it are cropped from every row.
+    vocab: size of the vocabulary that both share; padded entries beyond it are cropped from every
+        row.
     eos:   ids that end a text.
     """
 
@@ -210,14 +238,15 @@ def load_pair(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Pair:
-    """Load a draft and a target; refuse them, saying why, unless they share a tokenizer and vocabulary.
+    """Load a draft and a target; refuse them, saying why, unless they share a tokenizer and
+    vocabulary.
 
-    Args:
-        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
-        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored half slower, float32.
-        device: where both run, e.g. cpu, cuda, cuda:1; `auto` spreads them with device_map.
-        trust_remote_code: run model code that comes with the checkpoint.
+    Args: target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+        packaged one. draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the
+        packaged one. dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that
+        computes a stored half slower, float32. device: where both run, e.g. cpu, cuda, cuda:1;
+        `auto` spreads them with device_map. trust_remote_code: run model code that comes with the
+        checkpoint.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -245,10 +274,13 @@ def make_pair(target, draft, tokenizer, names: tuple[str, str] = ("target", "dra
     vocab = min(sizes)
     if len(tokenizer) > vocab:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the target's rows have {sizes[0]} and the draft's {sizes[1]}; "
-            "both models must score every token: choose a draft of the same family"
+            f"the tokenizer has {len(tokenizer)} tokens, the target's rows have {sizes[0]} and the"
+            f" draft's {sizes[1]}; both models must score every token: choose a draft of the same"
+            " family"
         )
-    target, draft = (Model(module, name, vocab) for module, name in zip((target, draft), names, strict=True))
+    target, draft = (
+        Model(module, name, vocab) for module, name in zip((target, draft), names, strict=True)
+    )
     return Pair(target, draft, tokenizer, vocab, _end_tokens(target.module, tokenizer))
 
 
@@ -270,7 +302,8 @@ def _split(name: str) -> tuple[str, dict]:
 
 
 def fingerprint(module) -> str:
-    """Hash of architecture and weights: up to 256 evenly spaced entries of every tensor, in bfloat16.
+    """Hash of architecture and weights: up to 256 evenly spaced entries of every tensor, in
+    bfloat16.
 
     Equal for the same checkpoint loaded in float32 or bfloat16; cheap for models of any size.
     """
@@ -284,17 +317,22 @@ def fingerprint(module) -> str:
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
-    """The tokenizer of a folder, hub name, .gguf file or packaged model; an adapter's is that of its base."""
+    """The tokenizer of a folder, hub name, .gguf file or packaged model; an adapter's is that of
+    its base.
+    """
     from transformers import AutoTokenizer
 
     name = adapter_base(name) or name
     return _loaded(name, "tokenizer", AutoTokenizer, trust_remote_code=trust_remote_code)
 
 
-def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False):
+def load_module(
+    name: str, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+):
     """The Hugging Face module of a folder, hub name, .gguf file or packaged model.
 
-    A folder with a peft adapter stands for its base with the adapter merged into it: a plain module again.
+    A folder with a peft adapter stands for its base with the adapter merged into it: a plain module
+    again.
     """
     from transformers import AutoModelForCausalLM
 
@@ -309,18 +347,29 @@ def load_module(name: str, dtype: str = "auto", device: str = "cpu", trust_remot
             keywords["dtype"] = torch.bfloat16
     if device == "auto":
         return _loaded(
-            name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, device_map="auto", **keywords
+            name,
+            "model",
+            AutoModelForCausalLM,
+            trust_remote_code=trust_remote_code,
+            device_map="auto",
+            **keywords,
         )
     try:
         torch.empty(0, device=device)  # before gigabytes are fetched for it
-        module = _loaded(name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords)
+        module = _loaded(
+            name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords
+        )
         return module.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _loaded(name: str, kind: str, auto, **keywords):
-    """`auto.from_pretrained(name)` with one sentence for everything that can be wrong with the name."""
+    """`auto.from_pretrained(name)` with one sentence for everything that can be wrong with the
+    name.
+    """
     quiet()
     where, extra = _split(name)
     looks_local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
@@ -335,13 +384,16 @@ def _loaded(name: str, kind: str, auto, **keywords):
             f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        # Damaged folders end in any of these: JSON, a config of the wrong shape, tensors of the wrong size or cut off.
+        # Damaged folders end in any of these: JSON, a config of the wrong shape, tensors of the
+        # wrong size or cut off.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
 
 
 def adapter_base(name: str) -> str | None:
-    """The base model that the peft adapter in the folder `name` names; None where there is no adapter."""
+    """The base model that the peft adapter in the folder `name` names; None where there is no
+    adapter.
+    """
     path = Path(name) / "adapter_config.json"
     if not path.is_file():
         return None
@@ -352,20 +404,33 @@ def adapter_base(name: str) -> str | None:
             f"{path} does not say which model it adapts ({error!r}); give a folder that peft wrote"
         ) from None
     if not isinstance(base, str) or (Path(base) / "adapter_config.json").is_file():
-        raise ValueError(f"{path} must name a model as its base, got {base!r}; adapters of adapters are not read")
+        raise ValueError(
+            f"{path} must name a model as its base, got {base!r}; adapters of adapters are not read"
+        )
     return base
 
 
 def _merged(folder: str, base: str, module):
-    """The module of `base` with the adapter in `folder` added to its weights; refuses an adapter that does not fit."""
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    """The module of `base` with the adapter in `folder` added to its weights; refuses an adapter
+    that does not fit.
+    """
+    from peft import (
+        PeftConfig,
+        get_peft_model,
+        get_peft_model_state_dict,
+        set_peft_model_state_dict,
+    )
     from safetensors.torch import load_file
 
     wrong = f"the adapter in {folder} does not fit its base {base}"
     origin = Path(folder) / "distill.json"
-    made_for = json.loads(origin.read_text()).get("base", {}).get("hash") if origin.is_file() else None
+    made_for = (
+        json.loads(origin.read_text()).get("base", {}).get("hash") if origin.is_file() else None
+    )
     if made_for and made_for != (found := fingerprint(module)):
-        raise ValueError(f"{wrong}: it was trained on the weights {made_for}, these are {found}; distil again")
+        raise ValueError(
+            f"{wrong}: it was trained on the weights {made_for}, these are {found}; distil again"
+        )
     try:
         weights = load_file(Path(folder) / "adapter_model.safetensors")
         adapted = get_peft_model(module, PeftConfig.from_pretrained(folder))
@@ -373,8 +438,12 @@ def _merged(folder: str, base: str, module):
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{wrong}: {str(error).strip().splitlines()[0]}") from error
     # peft itself passes over tensors that are missing or too many.
-    if differing := sorted(dict(shapes.items() ^ {key: value.shape for key, value in weights.items()}.items())):
-        raise ValueError(f"{wrong}: {len(differing)} tensors differ in name or shape, such as {differing[0]}")
+    if differing := sorted(
+        dict(shapes.items() ^ {key: value.shape for key, value in weights.items()}.items())
+    ):
+        raise ValueError(
+            f"{wrong}: {len(differing)} tensors differ in name or shape, such as {differing[0]}"
+        )
     set_peft_model_state_dict(adapted, weights)
     return adapted.merge_and_unload()
 
@@ -384,13 +453,15 @@ def _same_tokenizer(target, draft, target_name: str, draft_name: str) -> None:
     if ours == theirs:
         return
     different = sorted(
-        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
+        key=str,
     )
     example = different[0]
     raise ValueError(
-        f"the target {target_name} and the draft {draft_name} do not share a tokenizer: {len(different)} tokens "
-        f"differ, for example {example!r} is {ours.get(example, 'absent')} in the target's and "
-        f"{theirs.get(example, 'absent')} in the draft's; choose a draft of the same family"
+        f"the target {target_name} and the draft {draft_name} do not share a tokenizer:"
+        f" {len(different)} tokens differ, for example {example!r} is {ours.get(example, 'absent')}"
+        f" in the target's and {theirs.get(example, 'absent')} in the draft's; choose a draft of"
+        " the same family"
     )
 
 

@@ -1,4 +1,6 @@
-"""How far a file of prompts is: a bar with an estimate on a terminal, a line now and then elsewhere."""
+"""How far a file of prompts is: a bar with an estimate on a terminal, a line now and then
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,15 @@ EVERY = 20.0  # seconds between lines where there is no terminal
 
 
 def bar() -> Bar:
-    """What is done, how much of it, and the time that the rest will take; silent without a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """What is done, how much of it, and the time that the rest will take; silent without a
+    terminal.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
@@ -48,4 +57,6 @@ class Progress:
         if self.bar.disable and now - self.said >= EVERY:
             self.said = now
             left = (self.total - self.done) * (now - self.began) / (self.done - self.before)
-            print(f"{self.done}/{self.total}, {rate}, {left:,.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.done}/{self.total}, {rate}, {left:,.0f} s left", file=sys.stderr, flush=True
+            )

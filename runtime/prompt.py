@@ -10,13 +10,16 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("`prompt` must be UTF-8, got other bytes; convert it, for example with iconv") from None
+        raise ValueError(
+            "`prompt` must be UTF-8, got other bytes; convert it, for example with iconv"
+        ) from None
 
 
 def prompt_tokens(text: str, tokenizer, chat: bool = False) -> list[int]:
     """Token ids with the tokenizer's own special tokens in front and none behind.
 
-    chat: the text is one user turn of the tokenizer's chat template, up to where the assistant speaks.
+    chat: the text is one user turn of the tokenizer's chat template, up to where the assistant
+        speaks.
     """
     if chat:
         turn = [{"role": "user", "content": text}]
@@ -24,7 +27,8 @@ def prompt_tokens(text: str, tokenizer, chat: bool = False) -> list[int]:
     # The template writes the special tokens itself. verbose=False: too long is no news here.
     ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
     if not chat and ids and ids[-1] == tokenizer.eos_token_id:
-        # An end-of-text that the tokenizer adds would end the text before it begins; one in the text itself stays.
+        # An end-of-text that the tokenizer adds would end the text before it begins; one in the
+        # text itself stays.
         plain = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return ids[:-1] if ids[len(ids) - 1 - len(plain) : -1] == plain else ids
     return ids

@@ -1,9 +1,12 @@
-"""A file of prompts and the file of their results: what a line may say, and how a run that was killed continues.
+"""A file of prompts and the file of their results: what a line may say, and how a run that was
+killed continues.
 
-One object a line goes in, with `prompt` and, where they differ from the options of the command, `id`, `seed`,
-`max_new_tokens`, `stop` and `relaxation`; one line a request comes out, in the same order. Requests are decoded in
-units of fixed size and a unit's lines are written together. A unit that a kill cut off is decoded again from its
-beginning: its batches are then the same, floating point repeats, and the file ends with the bytes of a run in one go.
+One object a line goes in, with `prompt` and, where they differ from the options of the command,
+`id`, `seed`, `max_new_tokens`, `stop` and `relaxation`; one line a request comes out, in the same
+order. Requests are decoded in units of fixed size and a unit's lines are written together. A unit
+that a kill cut off is decoded again from its
+beginning: its batches are then the same, floating point repeats, and the file ends with the bytes
+    of a run in one go.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ from .prompt import check_text
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (lambda value: isinstance(value, str), "a text"),
     "id": (lambda value: type(value) in (str, int), "a text or a whole number"),
-    "seed": (lambda value: type(value) is int and SEEDS[0] <= value <= SEEDS[1], "a whole number of 64 bits"),
-    "max_new_tokens": (lambda value: type(value) is int and value > 0, "a whole number, at least 1"),
+    "seed": (
+        lambda value: type(value) is int and SEEDS[0] <= value <= SEEDS[1],
+        "a whole number of 64 bits",
+    ),
+    "max_new_tokens": (
+        lambda value: type(value) is int and value > 0,
+        "a whole number, at least 1",
+    ),
     "stop": (
-        lambda value: isinstance(value, list) and all(isinstance(text, str) and text for text in value),
+        lambda value: (
+            isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+        ),
         "a list of texts, none empty",
     ),
     "relaxation": (lambda value: isinstance(value, str), "a text"),
@@ -37,7 +48,9 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One request as it was written; `place` reads "line 7 of prompts.jsonl", the rest is that line or the options."""
+    """One request as it was written; `place` reads "line 7 of prompts.jsonl", the rest is that line
+    or the options.
+    """
 
     place: str
     id: str | int
@@ -49,7 +62,8 @@ class Line:
 
 
 def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
-    """Every request of the file, checked before any model is loaded; `options` are those of the command.
+    """Every request of the file, checked before any model is loaded; `options` are those of the
+    command.
 
     A line that leaves out its id or seed has i, counted from 0, and seed * 2^32 + i.
     """
@@ -64,10 +78,15 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
         own = {name: value for name, value in row.items() if value is not None}
         _check_fields(place, own)
         if options["method"] == "plain" and own.get("relaxation", "none") != "none":
-            raise ValueError(f"{place} relaxes towards the draft, and method plain has none; leave `relaxation` out")
+            raise ValueError(
+                f"{place} relaxes towards the draft, and method plain has none; leave"
+                " `relaxation` out"
+            )
         line = Line(place, **{"id": index, "seed": (options["seed"] << 32) + index} | shared | own)
         if line.id in seen:
-            raise ValueError(f"{place} has the id {line.id!r} of {seen[line.id]}; give every request its own")
+            raise ValueError(
+                f"{place} has the id {line.id!r} of {seen[line.id]}; give every request its own"
+            )
         seen[line.id] = place
         lines.append(line)
     return lines
@@ -78,10 +97,14 @@ def _check_fields(place: str, row: dict) -> None:
 
     for name, value in {"prompt": None, **row}.items():
         if name not in FIELDS:
-            raise ValueError(f"{place} has the field `{name}`, which no request has{nearest(name, FIELDS)}")
+            raise ValueError(
+                f"{place} has the field `{name}`, which no request has{nearest(name, FIELDS)}"
+            )
         good, expected = FIELDS[name]
         if not good(value):
-            raise ValueError(f"{place} must have as `{name}` {expected}, got {json.dumps(value)[:60]}")
+            raise ValueError(
+                f"{place} must have as `{name}` {expected}, got {json.dumps(value)[:60]}"
+            )
     try:
         check_text(row["prompt"])
         check_relaxation(row.get("relaxation", "none"))
@@ -90,7 +113,9 @@ def _check_fields(place: str, row: dict) -> None:
 
 
 def check_relaxation(relaxation: str) -> None:
-    """Refuse what is no relaxation, or names a folder that is no bundle, before any model is loaded."""
+    """Refuse what is no relaxation, or names a folder that is no bundle, before any model is
+    loaded.
+    """
     rule = parse(relaxation)
     if rule.source and ":" not in rule.source:
         from .bundle import read_card
@@ -99,7 +124,9 @@ def check_relaxation(relaxation: str) -> None:
 
 
 class Results:
-    """The file of results. Beside it a folder `FILE.run` holds the settings it was begun with, and the lock."""
+    """The file of results. Beside it a folder `FILE.run` holds the settings it was begun with, and
+    the lock.
+    """
 
     def __init__(self, path: str | Path, lines: list[Line], unit: int):
         self.path, self.lines, self.unit = Path(path), lines, unit
@@ -116,7 +143,9 @@ class Results:
         return read_settings(path, "--output") if path.is_file() else {}
 
     def begin(self, settings: dict[str, Any]) -> int:
-        """Number of requests whose results are there; other settings are refused, what a kill cut off is dropped."""
+        """Number of requests whose results are there; other settings are refused, what a kill cut
+        off is dropped.
+        """
         from ..files import write_whole
 
         path, settings = self.folder / "settings.json", json.loads(json.dumps(settings))
@@ -124,12 +153,14 @@ class Results:
             for name, value in settings.items():
                 if before.get(name) != value:
                     raise ValueError(
-                        f"{self.path} was begun with {name} {before.get(name)!r}, now it is {value!r}; choose another "
-                        f"--output, or delete it and {self.folder}"
+                        f"{self.path} was begun with {name} {before.get(name)!r}, now it is"
+                        f" {value!r}; choose another --output, or delete it and {self.folder}"
                     )
             return self._kept()
         if self.path.exists():
-            raise ValueError(f"{self.path} exists and {path} does not; choose another --output or delete it")
+            raise ValueError(
+                f"{self.path} exists and {path} does not; choose another --output or delete it"
+            )
         write_whole(path, json.dumps(settings, indent=2) + "\n")
         return 0
 
@@ -140,14 +171,23 @@ class Results:
         found = self.path.read_bytes().split(b"\n")[:-1]
         for number, (raw, line) in enumerate(zip(found, [*self.lines, None], strict=False), 1):
             if line is None or _id(raw) != line.id:
-                wanted = f"the result of {line.place}" if line else "a result, there are no more requests"
-                raise ValueError(f"line {number} of {self.path} is not {wanted}; choose another --output or delete it")
+                wanted = (
+                    f"the result of {line.place}"
+                    if line
+                    else "a result, there are no more requests"
+                )
+                raise ValueError(
+                    f"line {number} of {self.path} is not {wanted}; choose another --output or"
+                    " delete it"
+                )
         kept = len(found) if len(found) == len(self.lines) else len(found) // self.unit * self.unit
         os.truncate(self.path, sum(len(raw) + 1 for raw in found[:kept]))
         return kept
 
     def append(self, completions: dict[int, Completion], eos: tuple[int, ...]) -> None:
-        """Write the results of one unit of lines, given by their index; `eos` are the tokens that end a text."""
+        """Write the results of one unit of lines, given by their index; `eos` are the tokens that
+        end a text.
+        """
         results = [_result(self.lines[i], completion, eos) for i, completion in completions.items()]
         with open(self.path, "ab") as file:
             file.write("".join(json.dumps(result) + "\n" for result in results).encode())
@@ -156,17 +196,28 @@ class Results:
 
 
 def _result(line: Line, completion: Completion, eos: tuple[int, ...]) -> dict[str, Any]:
-    """What is written of a request: nothing that depends on the clock, which would tell a resumed run from another."""
+    """What is written of a request: nothing that depends on the clock, which would tell a resumed
+    run from another.
+    """
     c = completion
     ended = "end" if c.tokens[-1] in eos else "stop"
     return {
-        "id": line.id, "text": c.text, "tokens": c.tokens, "reason": ended if c.finished else "length",
-        "seed": line.seed, "relaxation": line.relaxation, "drafted": c.drafted, "accepted": c.accepted,
-        "drafted_by_depth": c.drafted_by_depth, "accepted_by_depth": c.accepted_by_depth,
-        "target_calls": c.target_calls, "draft_calls": c.draft_calls,
+        "id": line.id,
+        "text": c.text,
+        "tokens": c.tokens,
+        "reason": ended if c.finished else "length",
+        "seed": line.seed,
+        "relaxation": line.relaxation,
+        "drafted": c.drafted,
+        "accepted": c.accepted,
+        "drafted_by_depth": c.drafted_by_depth,
+        "accepted_by_depth": c.accepted_by_depth,
+        "target_calls": c.target_calls,
+        "draft_calls": c.draft_calls,
         "mean_weight": None if math.isnan(c.mean_weight) else c.mean_weight,
-        "substitutions": c.substitutions, "budget": parse(line.relaxation).budget,
-    }  # fmt: skip
+        "substitutions": c.substitutions,
+        "budget": parse(line.relaxation).budget,
+    }
 
 
 def _id(raw: bytes) -> Any:

@@ -1,8 +1,9 @@
 """Texts sampled token by token from the maximal coupling of target and relaxed row, for traces.
 
-Every token is drawn as the target would draw it, x ~ p, and kept with probability min(1, v(x)/p(x)); otherwise it is
-replaced by one from norm(max(v - p, 0)). The law of the text is that of v, exactly what speculative decoding under the
-same relaxation gives, and every replaced token, a *substitution*, is known (ALGORITHMS section 7.1).
+Every token is drawn as the target would draw it, x ~ p, and kept with probability min(1,
+v(x)/p(x)); otherwise it is replaced by one from norm(max(v - p, 0)). The law of the text is that of
+v, exactly what speculative decoding under the same relaxation gives, and every replaced token, a
+*substitution*, is known (ALGORITHMS section 7.1).
 """
 
 from __future__ import annotations
@@ -53,8 +54,12 @@ class Sampler:
     store_logits: int = 0
 
     @torch.no_grad()
-    def run(self, prompts: dict[int, list[int]], samples: int, seed: Callable[[int, int], int]) -> list[Sample]:
-        """`samples` texts for every prompt, prompt by prompt; `seed(prompt, sample)` selects their random numbers."""
+    def run(
+        self, prompts: dict[int, list[int]], samples: int, seed: Callable[[int, int], int]
+    ) -> list[Sample]:
+        """`samples` texts for every prompt, prompt by prompt; `seed(prompt, sample)` selects their
+        random numbers.
+        """
         pair, device = self.pair, self.pair.target.device
         check_prompts(pair, prompts, self.max_new_tokens)
         tokens, count = padded(list(prompts.values()), device)
@@ -69,7 +74,10 @@ class Sampler:
         state = _Rows(
             names=[index for index in prompts for _ in range(samples)],
             texts=torch.arange(len(repeat), device=device),
-            seed=torch.tensor([seed(index, sample) for index in prompts for sample in range(samples)], device=device),
+            seed=torch.tensor(
+                [seed(index, sample) for index in prompts for sample in range(samples)],
+                device=device,
+            ),
             length=length[repeat],
             last=tokens.gather(1, length.unsqueeze(1))[repeat],
             caches=caches,
@@ -88,7 +96,9 @@ class Sampler:
                 text = texts[owner]
                 if not text.finished:
                     text.tokens.append(chosen[row])
-                    text.finished = chosen[row] in self.pair.eos or stopped(self.pair.tokenizer, text.tokens, self.stop)
+                    text.finished = chosen[row] in self.pair.eos or stopped(
+                        self.pair.tokenizer, text.tokens, self.stop
+                    )
             alive = [row for row, owner in enumerate(owners) if not texts[owner].finished]
             if not alive:
                 break
@@ -100,7 +110,9 @@ class Sampler:
 
     @staticmethod
     def _collect(texts: list[Sample], steps: list[tuple[list[int], dict[str, Tensor]]]) -> None:
-        """Turn columns per step into columns per text, leaving out what rows went on to say after their end."""
+        """Turn columns per step into columns per text, leaving out what rows went on to say after
+        their end.
+        """
         parts: list[dict[str, list[Tensor]]] = [{} for _ in texts]
         for position, (owners, columns) in enumerate(steps):
             for row, owner in enumerate(owners):
@@ -111,7 +123,9 @@ class Sampler:
             text.columns = {name: torch.stack(values) for name, values in part.items()}
 
     def _step(self, state: _Rows, position: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """One token for every row: tokens [B] and the columns of the trace at this position, each [B, ...]."""
+        """One token for every row: tokens [B] and the columns of the trace at this position, each
+        [B, ...].
+        """
         needs_hidden = self.hidden or bool(self.gate and self.gate.needs_hidden)
         slot = state.base + position
         seen = torch.arange(slot + 1, device=state.length.device)
@@ -125,10 +139,16 @@ class Sampler:
         target, draft = (probabilities(values, self.sampling) for values in logits)
         for rows, which in ((target, "target"), (draft, "draft")):
             refuse_nan(rows, which, state.names)
-        hidden = torch.cat([outs[1].hidden[:, 0].to(target.device), outs[0].hidden[:, 0]], -1) if needs_hidden else None
+        hidden = (
+            torch.cat([outs[1].hidden[:, 0].to(target.device), outs[0].hidden[:, 0]], -1)
+            if needs_hidden
+            else None
+        )
         weight = self._weight(draft, target, hidden)
         tree = DraftTree(state.last, (-1,), draft.unsqueeze(1), target.unsqueeze(1))
-        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1) if self.gate else None).target[:, 0]
+        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1) if self.gate else None).target[
+            :, 0
+        ]
         coins = uniforms(state.seed, state.length + position + 1, 3)
         token, substituted = couple(target, relaxed, coins)
         at = token.unsqueeze(1)
@@ -177,7 +197,9 @@ class _Rows:
 
 
 def couple(target: Tensor, relaxed: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens [B], substituted [B] bool) from the maximal coupling of rows [B, V]; coins [B, 3] in [0, 1)."""
+    """(tokens [B], substituted [B] bool) from the maximal coupling of rows [B, V]; coins [B, 3] in
+    [0, 1).
+    """
     own = inverse_cdf(target, coins[:, :1])
     ratio = relaxed.gather(1, own) / target.gather(1, own)
     other = inverse_cdf((relaxed - target).clamp_min(0), coins[:, 2:])
@@ -186,7 +208,9 @@ def couple(target: Tensor, relaxed: Tensor, coins: Tensor) -> tuple[Tensor, Tens
 
 
 def _top(target: Tensor, draft: Tensor, k: int) -> dict[str, Tensor]:
-    """Of rows [B, V]: the k tokens with the largest sum, both log-probabilities, and the mass outside them."""
+    """Of rows [B, V]: the k tokens with the largest sum, both log-probabilities, and the mass
+    outside them.
+    """
     index = (target + draft).topk(min(k, target.shape[-1]), dim=-1).indices
     columns = {"top_index": index.int()}
     for name, rows in (("target", target), ("draft", draft)):

@@ -2,8 +2,8 @@
 
 The mixing function is SplitMix64 (Steele, Lea, Flood 2014), as int64 tensor operations.
 
-A request draws the same numbers whatever batch it is in, whatever device it is on and wherever a run was resumed;
-ranks that hold the same request agree without talking to each other.
+A request draws the same numbers whatever batch it is in, whatever device it is on and wherever a
+run was resumed; ranks that hold the same request agree without talking to each other.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""`diversed select`: a network that chooses the tree before each step (delayed trees, arXiv 2602.16994).
+"""`diversed select`: a network that chooses the tree before each step (delayed trees, arXiv
+2602.16994).
 
     OUT/labels/T=1       contexts and the block efficiency of every shape there, one folder a temperature (data.shapes)
     OUT/choosing-*.json  milliseconds of a choice on the machine that began, where latencies are measured
     OUT/METHOD           selector.json and selector.safetensors, for `--branches OUT/METHOD` and for a bundle
 
-With pi the network's probabilities of the shapes a at a context, BE their block efficiencies and time their latencies,
+With pi the network's probabilities of the shapes a at a context, BE their block efficiencies and
+time their latencies,
 
     rate = sum of pi(a) BE(a) / sum of pi(a) time(a),      gain = rate / rate of the base shape,
     loss = - mean log(gain) + risk * mean over the worst tenth of max(1 - gain, 0)^2.
 
-The base shape is the best constant one on the training contexts of its temperature. What is reported is tokens over
-the sum of time/BE on the contexts of held-out prompts, where the network takes its most likely shape: contexts lie
-evenly along texts, and a step begins at about one in BE of their tokens, so that is what whole texts take. Measured
-latencies come with the time that a choice takes on this machine; at a temperature where the network, with that time in
-every step, is not faster there than the base shape, the base shape stays and nothing is chosen.
+The base shape is the best constant one on the training contexts of its temperature. What is
+reported is tokens over the sum of time/BE on the contexts of held-out prompts, where the network
+takes its most likely shape: contexts lie evenly along texts, and a step begins at about one in BE
+of their tokens, so that is what whole texts take. Measured latencies come with the time that a
+choice takes on this machine; at a temperature where the network, with that time in every step, is
+not faster there than the base shape, the base shape stays and nothing is chosen.
 """
 
 from __future__ import annotations
@@ -74,7 +77,15 @@ def select(
     data: DataOptions = DataOptions(),  # noqa: B008  frozen
     prompt: str | None = None,
     prompts: int = 200,
-    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
+    methods: list[str] = [  # noqa: B006
+        "token",
+        "block",
+        "specinfer",
+        "kseq",
+        "traversal",
+        "gbv",
+        "univer",
+    ],  # noqa: B006
     shapes: list[str] = [  # noqa: B006
         "1",
         "2",
@@ -92,7 +103,7 @@ def select(
         "4x2+2",
         "2x4+2",
         "2x2+4",
-    ],  # fmt: skip
+    ],
     relaxation: str = "none",
     temperatures: list[float] = [1.0],  # noqa: B006
     every: int = 16,
@@ -113,63 +124,89 @@ def select(
 ) -> None:
     """Label contexts of a task's training prompts, then train a selector for every method.
 
-    Args:
-        out: folder for the selectors, one for each method; finished ones are kept.
-        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms a call.
-        labels: folder for the labels, by default OUT/labels; what is there is used, what was interrupted continued.
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
-        prompts: texts to label at each temperature.
-        methods: whose trees are chosen.
-        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and block.
-        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle folder, ...
-        temperatures: of both models; one selector serves them all.
-        every: tokens between two labelled contexts of a text.
-        trees: drawn at a context.
-        max_new_tokens: tokens of a text; by default the task's own number.
-        unit: texts that are labelled and written together.
-        epochs: passes over the training contexts; the best on held-out prompts is kept.
-        batch: contexts a step.
-        lr: learning rate of AdamW.
-        risk: weight of the term for contexts where the choice is slower than the base shape.
-        width: of the network's widest layer; the paper's 512 costs most of what choosing costs, on a CPU use 64.
-        validation: share of the prompts that is held out.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        seed: of prompts, texts, trees and training.
-        threads: CPU threads.
-        trust_remote_code: run model code that comes with a checkpoint.
+    Args: out: folder for the selectors, one for each method; finished ones are kept. latencies:
+        file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms a call.
+        labels: folder for the labels, by default OUT/labels; what is there is used, what was
+        interrupted continued. target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model. task: where prompts come from.
+        data: where the task's rows come from. prompt: continue this text with different seeds,
+        instead of a task's prompts. prompts: texts to label at each temperature. methods: whose
+        trees are chosen. shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out
+        for token and block. relaxation: of the texts and of the rows that are verified: none,
+        ensemble:0.3, a bundle folder, ... temperatures: of both models; one selector serves them
+        all. every: tokens between two labelled contexts of a text. trees: drawn at a context.
+        max_new_tokens: tokens of a text; by default the task's own number. unit: texts that are
+        labelled and written together. epochs: passes over the training contexts; the best on
+        held-out prompts is kept. batch: contexts a step. lr: learning rate of AdamW. risk: weight
+        of the term for contexts where the choice is slower than the base shape. width: of the
+        network's widest layer; the paper's 512 costs most of what choosing costs, on a CPU use 64.
+        validation: share of the prompts that is held out. dtype: auto, float32, bfloat16 or
+        float16. device: where both run. seed: of prompts, texts, trees and training. threads: CPU
+        threads. trust_remote_code: run model code that comes with a checkpoint.
     """
     within(2, prompts=prompts)
-    within(1, every=every, trees=trees, unit=unit, epochs=epochs, batch=batch, max_new_tokens=max_new_tokens)
+    within(
+        1,
+        every=every,
+        trees=trees,
+        unit=unit,
+        epochs=epochs,
+        batch=batch,
+        max_new_tokens=max_new_tokens,
+    )
     within(1, LARGEST_SIZE, width=width)
     within(1, MOST_THREADS, threads=threads)
     if not 0 < validation < 1:
-        raise ValueError(f"`validation` must be in (0, 1), the share of prompts held out, got {validation}")
+        raise ValueError(
+            f"`validation` must be in (0, 1), the share of prompts held out, got {validation}"
+        )
     torch.set_num_threads(threads)
     found, costs = shapes_of(shapes), simulated() if latencies == GPU else read_latencies(latencies)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)
     loaded = None if prompt else load_task(task, split="train", limit=prompts, seed=seed, data=data)
-    tokens = [prompt_tokens(prompt, pair.tokenizer)] * prompts if prompt else [
-        loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples
-    ]  # fmt: skip
+    tokens = (
+        [prompt_tokens(prompt, pair.tokenizer)] * prompts
+        if prompt
+        else [loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples]
+    )
     limit = max_new_tokens or (loaded.max_new_tokens if loaded else 64)
-    folders, origin = [], {"task": task, "prompt": prompt, "source": loaded.source if loaded else "one prompt"}
+    folders, origin = (
+        [],
+        {"task": task, "prompt": prompt, "source": loaded.source if loaded else "one prompt"},
+    )
     with exclusive(out):
         for temperature in temperatures:
             gatherer = ShapeGatherer(
-                pair, Sampling(temperature), tuple(methods), found, relaxation, every, trees,
-                max_new_tokens=limit, stop=loaded.stop if loaded else (),
-            )  # fmt: skip
+                pair,
+                Sampling(temperature),
+                tuple(methods),
+                found,
+                relaxation,
+                every,
+                trees,
+                max_new_tokens=limit,
+                stop=loaded.stop if loaded else (),
+            )
             folder = Path(labels or f"{out}/labels") / f"T={temperature:g}"
-            folders.append(gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed))
-        settings = {"latencies": latencies if latencies == GPU else sha256(latencies), "epochs": epochs, "batch": batch,
-                    "lr": lr, "risk": risk, "width": width, "validation": validation, "seed": seed}  # fmt: skip
+            folders.append(
+                gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed)
+            )
+        settings = {
+            "latencies": latencies if latencies == GPU else sha256(latencies),
+            "epochs": epochs,
+            "batch": batch,
+            "lr": lr,
+            "risk": risk,
+            "width": width,
+            "validation": validation,
+            "seed": seed,
+        }
         timed = Path(out) / CHOOSING.format(len(found), width)
-        choosing = 0.0 if latencies == GPU else _kept(timed, lambda: choosing_ms(pair, len(found), width)) / 1e3
+        choosing = (
+            0.0
+            if latencies == GPU
+            else _kept(timed, lambda: choosing_ms(pair, len(found), width)) / 1e3
+        )
         for method in methods:
             rows = train_selector(Path(out) / method, method, folders, costs, settings, choosing)
             print(line(method, rows), flush=True)
@@ -179,8 +216,9 @@ def select(
 class Contexts:
     """What a method's selector learns from and is judged on, S contexts and A shapes.
 
-    hidden: three of [S, H]; scalars: [S, 11]; efficiency, seconds: [S, A]; temperature: [S]; held: [S] bool, contexts
-    of held-out prompts; base: [S] index of the best constant shape on the others of that temperature; prompt: [S].
+    hidden: three of [S, H]; scalars: [S, 11]; efficiency, seconds: [S, A]; temperature: [S]; held:
+    [S] bool, contexts of held-out prompts; base: [S] index of the best constant shape on the others
+    of that temperature; prompt: [S].
     """
 
     shapes: list[Shape]
@@ -200,8 +238,8 @@ class Contexts:
         return (self.seconds / self.efficiency).double()
 
     def rate(self, choice: Tensor, chosen: Tensor, choosing: float = 0.0) -> float:
-        """Tokens per second of texts through the contexts `chosen` [S] bool where `choice` [S] names the shapes and
-        every step takes `choosing` seconds more.
+        """Tokens per second of texts through the contexts `chosen` [S] bool where `choice` [S]
+        names the shapes and every step takes `choosing` seconds more.
         """
         cost = self.cost[chosen] + choosing / self.efficiency[chosen].double()
         return 1 / float(cost.gather(1, choice[chosen].unsqueeze(1)).mean())
@@ -209,7 +247,7 @@ class Contexts:
 
 def contexts(
     folders: list[Path], method: str, costs: Latencies, validation: float = 0.25, seed: int = 0
-) -> Contexts:  # fmt: skip
+) -> Contexts:
     """The labels in these folders, one a temperature, for one method."""
     parts, temperatures, facts = [], [], []
     for folder in folders:
@@ -224,30 +262,51 @@ def contexts(
     shapes = [shapes[a] for a in usable]
     efficiency = labels["efficiency"][:, manifest["methods"].index(method), usable]
     length = labels["length"].numpy().astype(float)
-    seconds = torch.stack([torch.from_numpy(costs.step(method, shape, length)).float() / 1e3 for shape in shapes], 1)
+    seconds = torch.stack(
+        [torch.from_numpy(costs.step(method, shape, length)).float() / 1e3 for shape in shapes], 1
+    )
     held = torch.isin(labels["prompt"], held_out(manifest["prompts"], validation, seed))
-    temperature, base = torch.tensor(temperatures, dtype=torch.float64), torch.zeros(len(held), dtype=torch.long)
+    temperature, base = (
+        torch.tensor(temperatures, dtype=torch.float64),
+        torch.zeros(len(held), dtype=torch.long),
+    )
     for value in temperature.unique():
         here = (temperature == value) & ~held
         base[temperature == value] = (seconds[here] / efficiency[here]).double().sum(0).argmin()
     hidden = [labels[name].float() for name in ("target_before", "draft_before", "draft_root")]
     scalars = torch.cat([labels["scalars"], torch.cat(facts)], 1)
     return Contexts(
-        shapes, hidden, scalars, efficiency, seconds, temperature, labels["prompt"], held, base, manifest
-    )  # fmt: skip
+        shapes,
+        hidden,
+        scalars,
+        efficiency,
+        seconds,
+        temperature,
+        labels["prompt"],
+        held,
+        base,
+        manifest,
+    )
 
 
 def _facts(length: Tensor, sampling: dict[str, Any], costs: Latencies) -> Tensor:
     """[S, 5] the last of `selector.SCALARS`, latencies as a selector is told them at run time."""
     middle = ((length // FACTS_STEP).double() + 0.5) * FACTS_STEP
     calls = [costs.call(role, 1, middle.numpy()) for role in ("draft", "target")]
-    temperature, top_p, rows = sampling["temperature"], sampling["top_p"], zip(middle.tolist(), *calls, strict=True)
-    return torch.tensor([facts_of(at, temperature, top_p, *each) for at, *each in rows], dtype=torch.float32)
+    temperature, top_p, rows = (
+        sampling["temperature"],
+        sampling["top_p"],
+        zip(middle.tolist(), *calls, strict=True),
+    )
+    return torch.tensor(
+        [facts_of(at, temperature, top_p, *each) for at, *each in rows], dtype=torch.float32
+    )
 
 
 class SelectorModule(LightningModule):
-    """The network and the paper's objective; `best` holds the weights of the epoch whose choices were fastest on the
-    held-out prompts, which flatters them there: judge a selector by other prompts.
+    """The network and the paper's objective; `best` holds the weights of the epoch whose choices
+    were fastest on the held-out prompts, which flatters them there: judge a selector by other
+    prompts.
 
     Batches are indices of contexts. choosing: seconds that a choice takes.
     """
@@ -267,7 +326,11 @@ class SelectorModule(LightningModule):
     def gain(self, index: Tensor) -> Tensor:
         """[B] expected rate over that of the base shape."""
         known, share = self.known, self.logits(index).softmax(-1)
-        efficiency, seconds, base = known.efficiency[index], known.seconds[index], known.base[index].unsqueeze(1)
+        efficiency, seconds, base = (
+            known.efficiency[index],
+            known.seconds[index],
+            known.base[index].unsqueeze(1),
+        )
         rate = (share * efficiency).sum(1) / (share * seconds).sum(1)
         return rate * (seconds.gather(1, base) / efficiency.gather(1, base)).squeeze(1)
 
@@ -300,14 +363,25 @@ def objective(gain: Tensor, risk: float) -> Tensor:
 
 @torch.inference_mode()
 def choosing_ms(pair: Pair, shapes: int, width: int) -> float:
-    """Median of a choice for one request on this machine: what a step leaves for it, the network, the shape."""
-    device, hidden, vocab = pair.target.device, (pair.draft.hidden_size, pair.target.hidden_size), pair.vocab
+    """Median of a choice for one request on this machine: what a step leaves for it, the network,
+    the shape.
+    """
+    device, hidden, vocab = (
+        pair.target.device,
+        (pair.draft.hidden_size, pair.target.hidden_size),
+        pair.vocab,
+    )
     network = ShapeNetwork(hidden[1], hidden[0], shapes, width).eval().to(device)
     selector = LearnedSelector([], network, 0, [facts_of(0, 0, 0, 0, 0)], FACTS_STEP)
     draft, target = torch.randn(2, 1, 4, vocab, device=device).softmax(-1)
-    tree = DraftTree(torch.zeros(1, 4, dtype=torch.long, device=device), (-1, 0, 1, 2), draft, target)
+    tree = DraftTree(
+        torch.zeros(1, 4, dtype=torch.long, device=device), (-1, 0, 1, 2), draft, target
+    )
     states = tuple(torch.randn(1, 4, size, device=device) for size in hidden)
-    node, paths = torch.tensor([2], device=device), torch.zeros(4, 4, dtype=torch.long, device=device)
+    node, paths = (
+        torch.tensor([2], device=device),
+        torch.zeros(4, 4, dtype=torch.long, device=device),
+    )
     taken = []
     for _ in range(CHOICES):
         began = time.perf_counter()
@@ -319,7 +393,9 @@ def choosing_ms(pair: Pair, shapes: int, width: int) -> float:
 
 
 def _kept(file: Path, measure: Callable[[], float]) -> float:
-    """The number in the file, measured and written where there is none: a run that continues must not time anew."""
+    """The number in the file, measured and written where there is none: a run that continues must
+    not time anew.
+    """
     if not file.is_file():
         write_whole(file, json.dumps({"choosing_ms": measure()}) + "\n")
     try:
@@ -328,13 +404,21 @@ def _kept(file: Path, measure: Callable[[], float]) -> float:
             return found
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise ValueError(f"{file} is damaged: delete it, and the selectors beside it that were trained with it")
+    raise ValueError(
+        f"{file} is damaged: delete it, and the selectors beside it that were trained with it"
+    )
 
 
 def train_selector(
-    out: Path, method: str, folders: list[Path], costs: Latencies, settings: dict, choosing: float = 0.0
+    out: Path,
+    method: str,
+    folders: list[Path],
+    costs: Latencies,
+    settings: dict,
+    choosing: float = 0.0,
 ) -> list[dict]:
-    """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept where it is there.
+    """Train and write one selector; its figures on held-out prompts, one row a temperature. Kept
+    where it is there.
 
     choosing: seconds that a choice takes, see `choosing_ms`.
     """
@@ -342,77 +426,129 @@ def train_selector(
     if (out / FILES[0]).is_file():
         card = read_selector_card(out)
         if card["settings"] != settings:
-            raise ValueError(f"{out} was trained with other settings or labels; choose another --out or delete it")
+            raise ValueError(
+                f"{out} was trained with other settings or labels; choose another --out or"
+                " delete it"
+            )
         return card["figures"]
     known = contexts(folders, method, costs, settings["validation"], settings["seed"])
     if not known.held.any() or known.held.all():
-        raise ValueError("`prompts` must leave texts to train on and texts held out; label more, or longer texts")
-    from ..train.fit import quiet  # it brings Lightning's command line, which a benchmark must not need
+        raise ValueError(
+            "`prompts` must leave texts to train on and texts held out; label more, or longer texts"
+        )
+    from ..train.fit import (
+        quiet,
+    )  # it brings Lightning's command line, which a benchmark must not need
 
     with quiet():
         seed_everything(settings["seed"], verbose=False)
-        module = SelectorModule(known, settings["lr"], settings["risk"], settings["width"], choosing)
+        module = SelectorModule(
+            known, settings["lr"], settings["risk"], settings["width"], choosing
+        )
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
         Trainer(
-            max_epochs=settings["epochs"], accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, log_every_n_steps=1,
-        ).fit(module, loader)  # fmt: skip
+            max_epochs=settings["epochs"],
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=1.0,
+            log_every_n_steps=1,
+        ).fit(module, loader)
     module.network.load_state_dict(module.best[2])
     rows = figures(known, module.choice(), choosing)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / FILES[1], save({name: t.contiguous() for name, t in module.network.state_dict().items()}))
-    card = _card(method, known, costs, settings, module.best[1], rows) | {"choosing_ms": 1e3 * choosing}
+    write_whole(
+        out / FILES[1],
+        save({name: t.contiguous() for name, t in module.network.state_dict().items()}),
+    )
+    card = _card(method, known, costs, settings, module.best[1], rows) | {
+        "choosing_ms": 1e3 * choosing
+    }
     write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")
     return rows
 
 
 def figures(known: Contexts, choice: Tensor, choosing: float = 0.0) -> list[dict]:
-    """For every temperature tokens per second on held-out prompts: of the base shape, of the choice, and of the best
-    shape at each context, which knows the labels and is therefore above what any choice could reach.
+    """For every temperature tokens per second on held-out prompts: of the base shape, of the
+    choice, and of the best shape at each context, which knows the labels and is therefore above
+    what any choice could reach.
 
-    `constant`: the choice is not faster, so that the base shape stays and its rate is the selector's.
+    `constant`: the choice is not faster, so that the base shape stays and its rate is the
+        selector's.
     """
     ideal, rows = known.cost.argmin(1), []
     for value in known.temperature.unique():
         here = known.held & (known.temperature == value)
-        rates = {"base": known.rate(known.base, here), "selector": known.rate(choice, here, choosing)}
+        rates = {
+            "base": known.rate(known.base, here),
+            "selector": known.rate(choice, here, choosing),
+        }
         constant = rates["selector"] <= rates["base"]
         rates |= {"selector": max(rates.values()), "ideal": known.rate(ideal, here)}
         base = str(known.shapes[int(known.base[here][0])])
-        row = {"temperature": float(value), "base_shape": base, "contexts": int(here.sum()), **rates}
+        row = {
+            "temperature": float(value),
+            "base_shape": base,
+            "contexts": int(here.sum()),
+            **rates,
+        }
         rows.append(row | {"constant": constant})
     return rows
 
 
 def settled(known: Contexts, choice: Tensor, card: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """[S] the choice, or the base shape where a selector's card says that it stays; [S] seconds that choosing takes."""
+    """[S] the choice, or the base shape where a selector's card says that it stays; [S] seconds
+    that choosing takes.
+    """
     constant = [base["temperature"] for base in card["bases"] if base.get("constant")]
     stays = torch.isin(known.temperature, torch.tensor(constant, dtype=torch.float64))
     return known.base.where(stays, choice), card.get("choosing_ms", 0.0) / 1e3 * ~stays
 
 
-def _card(method: str, known: Contexts, costs: Latencies, settings: dict, epoch: int, rows: list[dict]) -> dict:
+def _card(
+    method: str, known: Contexts, costs: Latencies, settings: dict, epoch: int, rows: list[dict]
+) -> dict:
     middle = torch.arange(0, 4096, FACTS_STEP).double().add(FACTS_STEP / 2).numpy()
     manifest = known.manifest
     return {
-        "format": FORMAT, "method": method, "drafting": METHODS[method].drafting,
-        "shapes": [str(shape) for shape in known.shapes], "width": settings["width"],
+        "format": FORMAT,
+        "method": method,
+        "drafting": METHODS[method].drafting,
+        "shapes": [str(shape) for shape in known.shapes],
+        "width": settings["width"],
         "bases": [
-            {"temperature": row["temperature"], "top_p": 1.0, "shape": row["base_shape"], "constant": row["constant"]}
+            {
+                "temperature": row["temperature"],
+                "top_p": 1.0,
+                "shape": row["base_shape"],
+                "constant": row["constant"],
+            }
             for row in rows
         ],
-        "latency": {"step": FACTS_STEP, **{role: costs.call(role, 1, middle).tolist() for role in ("draft", "target")}},
-        "target": manifest["target"], "draft": manifest["draft"], "relaxation": manifest["relaxation"],
-        "settings": settings, "epoch": epoch, "figures": rows,
-    }  # fmt: skip
+        "latency": {
+            "step": FACTS_STEP,
+            **{role: costs.call(role, 1, middle).tolist() for role in ("draft", "target")},
+        },
+        "target": manifest["target"],
+        "draft": manifest["draft"],
+        "relaxation": manifest["relaxation"],
+        "settings": settings,
+        "epoch": epoch,
+        "figures": rows,
+    }
 
 
 def line(method: str, rows: list[dict]) -> str:
     """The figures of a selector in words."""
     return "\n".join(
-        f"{method} at T={row['temperature']:g}: {row['selector']:.1f} tokens/s predicted on held-out prompts, "
-        f"{row['base']:.1f} with {row['base_shape']} always, {row['ideal']:.1f} with the labels known"
-        + f"; choosing is not faster, so {row['base_shape']} stays" * row.get("constant", False)
+        f"{method} at T={row['temperature']:g}: {row['selector']:.1f} tokens/s predicted on"
+        f" held-out prompts, {row['base']:.1f} with {row['base_shape']} always, {row['ideal']:.1f}"
+        " with the labels known"
+        + f"; choosing is not faster, so {row['base_shape']} stays"
+        * row.get("constant", False)
         for row in rows
     )

@@ -13,7 +13,8 @@ import pytest
 from .support.kills import series
 
 ROOT = Path(diversed.__file__).parent
-FOLDERS = ("assets", "benchmarks", "configs", "data", "eval", "export", "runtime", "train", "verifier")
+FOLDERS = ("assets", "benchmarks", "commands", "configs", "data", "eval", "export", "runtime", "selector",
+           "train", "verifier")  # fmt: skip
 FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 # name of a call -> what it must be called with
 GUARDED = {"torch.load": "weights_only", "trainer.fit": "weights_only", "np.load": None, "numpy.load": None,

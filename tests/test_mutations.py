@@ -66,8 +66,8 @@ MISTAKES = {
     "a pruned sampled child is treated as never sampled": [
         (
             "compose",
-            "where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where])",
-            "where.unsqueeze(0), where.unsqueeze(0), _kept(tree)[:, where])\n\n\n"
+            "where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where]\n    )",
+            "where.unsqueeze(0), where.unsqueeze(0), _kept(tree)[:, where]\n    )\n\n\n"
             "def _kept(tree):\n"
             "    return tree.tokens if tree.pruned is None else tree.tokens.masked_fill(tree.pruned, -1)",
         ),
@@ -129,7 +129,7 @@ MISTAKES = {
         ("relax", "drafted = tree.draft.amax(-1) > 0", "drafted = torch.ones_like(tree.tokens, dtype=torch.bool)"),
     ],
     "a node takes the weight of its neighbour": [
-        ("relax", "is None else weight.to(tree.target.dtype)", "is None else weight.roll(1, 1).to(tree.target.dtype)"),
+        ("relax", "else weight.to(tree.target.dtype)", "else weight.roll(1, 1).to(tree.target.dtype)"),
     ],
     "the weight is the target's share": [
         (

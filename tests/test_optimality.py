@@ -4,7 +4,14 @@ import pytest
 import torch
 from diversed.benchmarks.laws import accepted, optimality_gaps, optimum
 from diversed.verifier import METHODS
-from diversed.verifier.enumerate_laws import KINDS, chain, full_tree, mean_length, paths, random_pair
+from diversed.verifier.enumerate_laws import (
+    KINDS,
+    chain,
+    full_tree,
+    mean_length,
+    paths,
+    random_pair,
+)
 from diversed.verifier.plans import greedy_transport
 from scipy.optimize import linprog
 

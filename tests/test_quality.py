@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy
 import pytest
 from diversed.assets.sums import problems
-from diversed.data.scores import SCORES, bleu, exact, exact_number, final_number, mean_log_probability, rouge
+from diversed.data.scores import (
+    SCORES,
+    bleu,
+    exact,
+    exact_number,
+    final_number,
+    mean_log_probability,
+    rouge,
+)
 from diversed.eval.quality import bootstrap, corpus_bleu, mcnemar, paired_bootstrap, same_texts
 from hypothesis import given
 from hypothesis import strategies as st

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 
 def test_rows_agree_with_the_warpers_of_transformers():
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(200, 37)

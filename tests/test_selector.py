@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diversed.runtime.choosers import FILES, SCALARS, LearnedSelector, ShapeNetwork, parse_shape, row_scalars, row_sums
+from diversed.runtime.choosers import (
+    FILES,
+    SCALARS,
+    LearnedSelector,
+    ShapeNetwork,
+    parse_shape,
+    row_scalars,
+    row_sums,
+)
 from diversed.runtime.completion import Completion, Request
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.sampling import Sampling

@@ -5,7 +5,14 @@ import math
 import numpy
 import pytest
 from diversed.eval.nominal import allowed, rates
-from diversed.eval.statement import LEAST, compared_with, every_statement, statements, static_place, static_speed
+from diversed.eval.statement import (
+    LEAST,
+    compared_with,
+    every_statement,
+    statements,
+    static_place,
+    static_speed,
+)
 from scipy.stats import binom, norm
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)

@@ -1,8 +1,10 @@
-"""`diversed distill`: a draft fine-tuned to its target, the baseline that a learned verifier has to beat.
+"""`diversed distill`: a draft fine-tuned to its target, the baseline that a learned verifier has to
+beat.
 
-The target samples texts of the task itself (`gather` with relaxation none), and the draft's rows are drawn towards the
-target's on them (Zhou 2023, DistillSpec, arXiv 2310.08461, on the target's texts); the losses are in draft.py. Training
-stops when step acceptance, 1 - TV, on held-out prompts no longer rises, and the weights of the best epoch are kept.
+The target samples texts of the task itself (`gather` with relaxation none), and the draft's rows
+are drawn towards the target's on them (Zhou 2023, DistillSpec, arXiv 2310.08461, on the target's
+texts); the losses are in draft.py. Training stops when step acceptance, 1 - TV, on held-out prompts
+no longer rises, and the weights of the best epoch are kept.
 
     OUT/traces/          the texts, as `diversed gather` stores them
     OUT/cut-0-4/         the draft before training, where it is made of layers of the target; it lies beside traces/
@@ -12,7 +14,8 @@ stops when step acceptance, 1 - TV, on held-out prompts no longer rises, and the
     OUT/config.json, model.safetensors, ...     training all weights or layers of the target, a model
     OUT/distill.json     figures and where everything came from, written last
 
-Either is a draft for every command: `--draft OUT`. A run that was killed and continued ends with the same bytes.
+Either is a draft for every command: `--draft OUT`. A run that was killed and continued ends with
+    the same bytes.
 """
 
 from __future__ import annotations
@@ -78,39 +81,50 @@ def distill(
     threads: int = 1,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Fine-tune a draft to its target on the target's own texts. Run it again to continue an interrupted run.
+    """Fine-tune a draft to its target on the target's own texts. Run it again to continue an
+    interrupted run.
 
-    Args:
-        out: folder to write to; it is a draft afterwards, `--draft OUT`.
-        target: folder, hub name or .gguf file of the model being served; `sums-target` is the packaged one.
-        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        layers: start from these layers of the target instead of a draft, with its embeddings, last norm and output
+    Args: out: folder to write to; it is a draft afterwards, `--draft OUT`. target: folder, hub name
+        or .gguf file of the model being served; `sums-target` is the packaged one. draft: folder,
+        hub name or .gguf file of the cheap model; `sums-draft` is the packaged one. layers: start
+        from these layers of the target instead of a draft, with its embeddings, last norm and
+        output
             layer; the result is a model, not an adapter.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named fields.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
+            fields.
         data: where the task's rows come from.
-        traces: folder for the target's texts, which runs that are compared may share; by default OUT/traces.
+        traces: folder for the target's texts, which runs that are compared may share; by default
+            OUT/traces.
         prompts: how many prompts of the training split, those held out included.
         samples: texts for each prompt.
-        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects by.
+        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects
+            by.
         full: train all weights of the draft, in float32, instead of a low-rank adapter.
         rank: of the adapter's matrices.
         alpha: the adapter's product is scaled by alpha / rank.
-        modules: linear layers that are adapted, such as q_proj v_proj; by default all but the output layer.
+        modules: linear layers that are adapted, such as q_proj v_proj; by default all but the
+            output layer.
         epochs: most passes over the texts.
         batch: texts in a step.
         lr: highest learning rate of AdamW, after a warm-up; then a cosine to 0 at the last step.
-        validation: share of the prompts held out; acceptance on them decides which epoch's weights are kept.
+        validation: share of the prompts held out; acceptance on them decides which epoch's weights
+            are kept.
         patience: stop after this many epochs without a higher acceptance; 0 trains all epochs.
-        sampling: temperature, top_k, top_p, min_p of the texts and of acceptance; the loss knows the temperature alone.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or the question.
+        sampling: temperature, top_k, top_p, min_p of the texts and of acceptance; the loss knows
+            the temperature alone.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
+            the question.
         max_new_tokens: tokens a text may have; by default the task's own number.
-        seed: of the order of prompts, the texts, the held-out prompts and the adapter's first weights.
+        seed: of the order of prompts, the texts, the held-out prompts and the adapter's first
+            weights.
         dtype: auto, float32, bfloat16 or float16.
         device: where both models run, such as cpu, cuda or cuda:1.
         threads: CPU threads; the same number gives the same bytes.
         trust_remote_code: run model code that comes with a checkpoint.
     """
-    settings = _plain({name: value for name, value in locals().items() if name not in ("out", "traces")})
+    settings = _plain(
+        {name: value for name, value in locals().items() if name not in ("out", "traces")}
+    )
     _refuse_bad(settings)
     folder = Path(out)
     with quiet(), exclusive(folder):
@@ -122,12 +136,30 @@ def distill(
         texts = Path(traces or folder / "traces")
         if layers:
             draft = _cut(texts.parent, target, layers, dtype, trust_remote_code)
-        shared = dict(target=target, draft=draft, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        shared = dict(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
         gather(
-            out=str(texts), task=task, data=data, prompts=prompts, samples=samples,
-            relaxation="none", sampling=sampling, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
-            unit=UNIT, seed=seed, threads=threads, num_shards=1, shard_index=0, **shared,
-        )  # fmt: skip
+            out=str(texts),
+            task=task,
+            data=data,
+            prompts=prompts,
+            samples=samples,
+            relaxation="none",
+            sampling=sampling,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            unit=UNIT,
+            seed=seed,
+            threads=threads,
+            num_shards=1,
+            shard_index=0,
+            **shared,
+        )
         settings["traces_sha256"] = sha256(texts / MANIFEST)
         refuse_other_settings(folder, settings)
         write_json(folder / "settings.json", settings)
@@ -142,7 +174,9 @@ class _Distilling:
         self.texts = Texts(traces, pair, data)
         self.dtype, self.adapted = pair.draft.dtype, None
         for model in (pair.target, pair.draft):
-            refuse_other_output(model.module, model.name, self.texts[0][0][None, :8].to(pair.target.device))
+            refuse_other_output(
+                model.module, model.name, self.texts[0][0][None, :8].to(pair.target.device)
+            )
         seed_everything(settings["seed"], verbose=False)
         self.draft = self._trainable()
 
@@ -154,18 +188,25 @@ class _Distilling:
 
         names = _chosen(linear_layers(module), settings["modules"])
         config = LoraConfig(
-            r=settings["rank"], lora_alpha=settings["alpha"], target_modules=names, task_type="CAUSAL_LM"
+            r=settings["rank"],
+            lora_alpha=settings["alpha"],
+            target_modules=names,
+            task_type="CAUSAL_LM",
         )
         self.adapted = get_peft_model(module, config)
         return module
 
     def run(self) -> Path:
         folder, settings, texts = self.folder, self.settings, self.texts
-        mine = torch.isin(texts.owner, held_out(len(texts.prompts), settings["validation"], settings["seed"]))
+        mine = torch.isin(
+            texts.owner, held_out(len(texts.prompts), settings["validation"], settings["seed"])
+        )
         train, held = (chosen.nonzero().squeeze(1) for chosen in (~mine, mine))
         module = DraftModule(self.pair, self.draft, texts.loader(held, settings["batch"]), settings)
         self._announce(len(train), len(held), module)
-        trainer = build_trainer({**self._trainer_options(), "out": folder}, callbacks=Pace(), line=line)
+        trainer = build_trainer(
+            {**self._trainer_options(), "out": folder}, callbacks=Pace(), line=line
+        )
         resume = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
         if resume:
             refuse_damaged(resume)
@@ -174,29 +215,39 @@ class _Distilling:
         loader = texts.loader(train, settings["batch"], settings["seed"])
         trainer.fit(module, loader, ckpt_path=resume, weights_only=True)
         self._write(module)
-        (folder / CHECKPOINT).unlink()  # several times the draft with its optimiser, and nothing is left to continue
-        print(f"{time.monotonic() - began:.0f} s of training; use it with --draft {folder}", flush=True)
+        (
+            folder / CHECKPOINT
+        ).unlink()  # several times the draft with its optimiser, and nothing is left to continue
+        print(
+            f"{time.monotonic() - began:.0f} s of training; use it with --draft {folder}",
+            flush=True,
+        )
         return folder
 
     def _trainer_options(self) -> dict:
         kind, _, number = self.settings["device"].partition(":")
         return {
-            "max_epochs": self.settings["epochs"], "gradient_clip_val": CLIP,
-            "accelerator": kind, "devices": 1 if kind == "cpu" else [int(number or 0)],
-        }  # fmt: skip
+            "max_epochs": self.settings["epochs"],
+            "gradient_clip_val": CLIP,
+            "accelerator": kind,
+            "devices": 1 if kind == "cpu" else [int(number or 0)],
+        }
 
     def _announce(self, train: int, held: int, module: DraftModule) -> None:
         trained = sum(tensor.numel() for tensor in module.state_dict().values())
         tokens = sum(len(tokens) - before for tokens, before in self.texts.items)
         steps = -(-train // self.settings["batch"]) * self.settings["epochs"]
         print(
-            f"{train} texts to train on and {held} held out, {tokens} tokens; {trained:,} weights of "
-            f"{sum(tensor.numel() for tensor in self.draft.parameters()):,} are trained; at most {steps} steps",
+            f"{train} texts to train on and {held} held out, {tokens} tokens; {trained:,} weights"
+            f" of {sum(tensor.numel() for tensor in self.draft.parameters()):,} are trained; at"
+            f" most {steps} steps",
             flush=True,
         )
 
     def _write(self, module: DraftModule) -> None:
-        """Write the draft of the best epoch, then distill.json: its presence says that the run is done."""
+        """Write the draft of the best epoch, then distill.json: its presence says that the run is
+        done.
+        """
         module.load_state_dict(module.best["weights"], strict=False)
         adapter = bool(self.adapted) and not self.settings["layers"]
         names = self._write_adapter() if adapter else []
@@ -212,7 +263,10 @@ class _Distilling:
                 "format": 1,
                 "kind": "adapter" if adapter else "model",
                 "target": {"name": self.settings["target"], "hash": self.pair.target.hash},
-                "base": {"name": self.settings["draft"], "hash": read_manifest(self.traces)["draft"]["hash"]},
+                "base": {
+                    "name": self.settings["draft"],
+                    "hash": read_manifest(self.traces)["draft"]["hash"],
+                },
                 "hash": fingerprint(self.draft),
                 "files_sha256": {name: sha256(self.folder / name) for name in names},
                 "best_epoch": module.best["epoch"],
@@ -220,14 +274,21 @@ class _Distilling:
                 "after": after,
                 "settings": self.settings,
                 "figures": module.history,
-                "versions": versions() | {name: version(name) for name in ("peft", "pytorch-lightning")},
+                "versions": (
+                    versions() | {name: version(name) for name in ("peft", "pytorch-lightning")}
+                ),
             },
         )
         before = module.history[0]["held_out_acceptance"]
-        print(f"held out: step acceptance {before:.4f} before, {after['held_out_acceptance']:.4f} after epoch "
-              f"{module.best['epoch']}, as it is loaded")  # fmt: skip
+        print(
+            f"held out: step acceptance {before:.4f} before, {after['held_out_acceptance']:.4f}"
+            f" after epoch {module.best['epoch']}, as it is loaded"
+        )
         if not module.best["epoch"]:
-            print("note: no epoch raised the acceptance on held-out prompts, so the draft is what it was")
+            print(
+                "note: no epoch raised the acceptance on held-out prompts, so the draft is what"
+                " it was"
+            )
 
     def _write_adapter(self) -> list[str]:
         from peft import get_peft_model_state_dict
@@ -236,11 +297,16 @@ class _Distilling:
         base = self.settings["draft"]
         config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         config.inference_mode = True
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in get_peft_model_state_dict(self.adapted).items()}
+        tensors = {
+            name: tensor.cpu().contiguous()
+            for name, tensor in get_peft_model_state_dict(self.adapted).items()
+        }
         files = {
             "adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
             # peft writes its sets in an order that changes from process to process.
-            "adapter_config.json": json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n",
+            "adapter_config.json": (
+                json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n"
+            ),
         }
         for name, content in files.items():
             write_whole(self.folder / name, content)
@@ -262,7 +328,10 @@ def linear_layers(module) -> list[str]:
 
 def _chosen(known: list[str], asked: list[str]) -> list[str]:
     if unknown := sorted(set(asked) - set(known)):
-        raise ValueError(f"`modules` must name linear layers of the draft, {', '.join(known)}; got {unknown[0]!r}")
+        raise ValueError(
+            f"`modules` must name linear layers of the draft, {', '.join(known)}; got"
+            f" {unknown[0]!r}"
+        )
     return sorted(set(asked)) or known
 
 
@@ -272,7 +341,9 @@ def _cut(folder: Path, target: str, layers: list[int], dtype: str, trust_remote_
     if not cut.is_dir():
         part = folder / f".{cut.name}.part"
         shutil.rmtree(part, ignore_errors=True)
-        keep_layers(load_module(target, dtype, "cpu", trust_remote_code), layers).save_pretrained(part)
+        keep_layers(load_module(target, dtype, "cpu", trust_remote_code), layers).save_pretrained(
+            part
+        )
         load_tokenizer(target, trust_remote_code).save_pretrained(part)
         os.replace(part, cut)
     return str(cut)
@@ -284,14 +355,18 @@ def keep_layers(module, layers: list[int]) -> nn.Module:
     text = config.get_text_config()
     count = text.num_hidden_layers
     if layers[-1] >= count:
-        raise ValueError(f"`layers` must name some of the target's layers 0..{count - 1}, got {layers[-1]}")
+        raise ValueError(
+            f"`layers` must name some of the target's layers 0..{count - 1}, got {layers[-1]}"
+        )
     text.num_hidden_layers = len(layers)
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in layers]
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     where = next(
-        name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == count
     )
     kept = {f"{where}.{layer}.": f"{where}.{new}." for new, layer in enumerate(layers)}
     draft, weights = type(module)(config).to(module.dtype), {}
@@ -311,7 +386,9 @@ def _save_model(folder: Path, module, tokenizer) -> list[str]:
     part = folder / ".model.part"
     shutil.rmtree(part, ignore_errors=True)
     for tensor in module.parameters():
-        tensor.data = tensor.data.clone()  # a lean forward had laid some side by side, in one storage
+        tensor.data = (
+            tensor.data.clone()
+        )  # a lean forward had laid some side by side, in one storage
     module.save_pretrained(part)
     tokenizer.save_pretrained(part)
     names = sorted(path.name for path in part.iterdir())
@@ -324,7 +401,12 @@ def _save_model(folder: Path, module, tokenizer) -> list[str]:
 def _plain(settings: dict) -> dict:
     """The settings as JSON has them; with layers of the target no draft is looked at."""
     draft = None if settings["layers"] else settings["draft"]
-    return {**settings, "draft": draft, "data": asdict(settings["data"]), "sampling": asdict(settings["sampling"])}
+    return {
+        **settings,
+        "draft": draft,
+        "data": asdict(settings["data"]),
+        "sampling": asdict(settings["sampling"]),
+    }
 
 
 def _refuse_bad(settings: dict) -> None:
@@ -337,15 +419,23 @@ def _refuse_bad(settings: dict) -> None:
         if not 0 < settings[name] < math.inf:
             raise ValueError(f"`{name}` must be a positive number, got {settings[name]}")
     if not 0 < settings["validation"] < 1:
-        raise ValueError(f"`validation` must be in (0, 1), the share of prompts held out, got {settings['validation']}")
+        raise ValueError(
+            "`validation` must be in (0, 1), the share of prompts held out, got"
+            f" {settings['validation']}"
+        )
     if settings["loss"] not in LOSSES:
         raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {settings['loss']!r}")
     if settings["device"] == "auto":
         raise ValueError(
-            "`device` must be one device such as cpu or cuda:0; training does not spread a model, got auto"
+            "`device` must be one device such as cpu or cuda:0; training does not spread a model,"
+            " got auto"
         )
     layers = settings["layers"]
     if layers is not None and not (layers and layers[0] >= 0 and layers == sorted(set(layers))):
-        raise ValueError(f"`layers` must be numbers of the target's layers, from 0 and rising, got {layers}")
+        raise ValueError(
+            f"`layers` must be numbers of the target's layers, from 0 and rising, got {layers}"
+        )
     if not (layers or settings["full"]) and adapter_base(settings["draft"]):
-        raise ValueError(f"`draft` {settings['draft']} is an adapter already; give its base, or --full true")
+        raise ValueError(
+            f"`draft` {settings['draft']} is an adapter already; give its base, or --full true"
+        )

@@ -1,10 +1,11 @@
-"""How a draft is trained on its target's texts: rows of both models at the same positions, a loss, the Lightning shell.
+"""How a draft is trained on its target's texts: rows of both models at the same positions, a loss,
+the Lightning shell.
 
     kl   KL(target || draft) = sum of target * log(target / draft), nats
     tv   TV(target, draft) = 1/2 sum of |target - draft|, one minus the probability that a drafted token is accepted
 
-Both models run over whole texts, but rows over the vocabulary exist for a limited number of positions at a time, and
-are computed again where the gradient needs them.
+Both models run over whole texts, but rows over the vocabulary exist for a limited number of
+positions at a time, and are computed again where the gradient needs them.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ class Texts:
     def __init__(self, folder: Path, pair: Pair, data: DataOptions):
         manifest = read_manifest(folder)
         task = load_task(
-            manifest["task"], split=manifest["split"], limit=manifest["prompts"], seed=manifest["seed"], data=data
+            manifest["task"],
+            split=manifest["split"],
+            limit=manifest["prompts"],
+            seed=manifest["seed"],
+            data=data,
         )
         limit = min(manifest["max_prompt_tokens"], room(pair, manifest["max_new_tokens"]))
         self.prompts = [task.encode(example, pair.tokenizer, limit) for example in task.examples]
         self.items, owners = [], []
         for shard in read_shards(folder):
-            for text, prompt in zip(shard.token.long().split(shard.start.diff().tolist()), shard.prompt, strict=True):
+            for text, prompt in zip(
+                shard.token.long().split(shard.start.diff().tolist()), shard.prompt, strict=True
+            ):
                 before = self.prompts[prompt]
                 self.items.append((torch.cat([torch.tensor(before), text]), len(before)))
             owners.append(shard.prompt)
@@ -67,9 +74,11 @@ class Texts:
 
 
 def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """tokens [B, L] int64, and mask [B, L - 1] bool, True at the positions that chose a token of the text.
+    """tokens [B, L] int64, and mask [B, L - 1] bool, True at the positions that chose a token of
+    the text.
 
-    Texts are padded behind their end, which no position before it sees: they need no mask of attention.
+    Texts are padded behind their end, which no position before it sees: they need no mask of
+    attention.
     """
     tokens = pad_sequence([tokens for tokens, _ in items], batch_first=True)
     position = torch.arange(tokens.shape[1] - 1)
@@ -94,9 +103,11 @@ LOSSES = {"kl": divergence, "tv": total_variation}
 def compare(
     target, draft, batch: dict[str, Tensor], vocab: int, loss: str, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
-    """(loss, 1 - TV of the rows that sampling makes), sums over the masked positions of a batch; see `collate`.
+    """(loss, 1 - TV of the rows that sampling makes), sums over the masked positions of a batch;
+    see `collate`.
 
-    target, draft: Hugging Face modules; the first loss has a gradient for the weights of the draft that train.
+    target, draft: Hugging Face modules; the first loss has a gradient for the weights of the draft
+        that train.
     vocab: size of the vocabulary that both share.
     """
     with torch.no_grad():
@@ -109,7 +120,9 @@ def compare(
             there = logits(target, theirs, vocab)
         here = logits(draft, ours, vocab)
         with torch.no_grad():
-            accepted = 1 - 0.5 * (probabilities(there, sampling) - probabilities(here, sampling)).abs().sum(-1)
+            accepted = 1 - 0.5 * (
+                probabilities(there, sampling) - probabilities(here, sampling)
+            ).abs().sum(-1)
         return LOSSES[loss](there / temperature, here / temperature).sum(), accepted.sum()
 
     size = max(1, NUMBERS // vocab)
@@ -141,21 +154,26 @@ def refuse_other_output(module, name: str, tokens: Tensor) -> None:
     # In bfloat16 the same product may be rounded twice in different ways.
     if not torch.allclose(found, expected, rtol=0, atol=1e-2 * float(expected.abs().max())):
         raise ValueError(
-            f"{name} computes its rows from hidden states by more than its output layer; it is not supported"
+            f"{name} computes its rows from hidden states by more than its output layer; it is not"
+            " supported"
         )
 
 
 class DraftModule(LightningModule):
     """Trains those weights of a draft that require a gradient.
 
-    history: figures of every epoch; best: epoch, acceptance and weights of the best one. Both travel with checkpoints.
+    history: figures of every epoch; best: epoch, acceptance and weights of the best one. Both
+        travel with checkpoints.
     """
 
     def __init__(self, pair: Pair, draft: nn.Module, held: DataLoader, settings: dict):
         super().__init__()
         self.draft, self.held, self.settings = draft, held, settings
         self.strict_loading = False  # checkpoints hold what trains
-        self._target, self._vocab = [pair.target.module], pair.vocab  # in a list: neither stored nor moved with us
+        self._target, self._vocab = (
+            [pair.target.module],
+            pair.vocab,
+        )  # in a list: neither stored nor moved with us
         self.sampling = Sampling(**settings["sampling"])
         self.history: list[dict] = []
         self.best: dict = {}
@@ -169,7 +187,9 @@ class DraftModule(LightningModule):
 
     def _compare(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean loss of a batch, and its sums [3] float64 on the CPU: loss, acceptance, positions."""
-        loss, accepted = compare(self._target[0], self.draft, batch, self._vocab, self.settings["loss"], self.sampling)
+        loss, accepted = compare(
+            self._target[0], self.draft, batch, self._vocab, self.settings["loss"], self.sampling
+        )
         count = batch["mask"].sum()
         return loss / count, torch.stack([loss.detach(), accepted, count]).double().cpu()
 
@@ -183,7 +203,14 @@ class DraftModule(LightningModule):
 
     def on_train_start(self) -> None:
         if not self.history:
-            row = {"epoch": 0, "step": 0, "lr": 0.0, "train_loss": None, "train_acceptance": None, **self.measure()}
+            row = {
+                "epoch": 0,
+                "step": 0,
+                "lr": 0.0,
+                "train_loss": None,
+                "train_acceptance": None,
+                **self.measure(),
+            }
             self._record(row)
             print(line(row, self.trainer.max_epochs), flush=True)
         self._stop_early()  # a run that was killed between its last epoch and the end of training
@@ -195,7 +222,11 @@ class DraftModule(LightningModule):
     def on_train_epoch_end(self) -> None:
         if self.history[-1]["epoch"] > self.current_epoch:
             return  # resumed at the end of an epoch that is written down already
-        row = {"epoch": self.current_epoch + 1, "step": self.global_step, "lr": self.optimizers().param_groups[0]["lr"]}
+        row = {
+            "epoch": self.current_epoch + 1,
+            "step": self.global_step,
+            "lr": self.optimizers().param_groups[0]["lr"],
+        }
         self._record(row | _means("train", self._sums) | self.measure())
         self._stop_early()
 
@@ -203,7 +234,11 @@ class DraftModule(LightningModule):
         self.history.append(row)
         if row["held_out_acceptance"] > self.best.get("acceptance", -math.inf):
             weights = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-            self.best = {"epoch": row["epoch"], "acceptance": row["held_out_acceptance"], "weights": weights}
+            self.best = {
+                "epoch": row["epoch"],
+                "acceptance": row["held_out_acceptance"],
+                "weights": weights,
+            }
 
     def _stop_early(self) -> None:
         patience = self.settings["patience"]
@@ -223,25 +258,41 @@ class DraftModule(LightningModule):
     def configure_optimizers(self) -> dict:
         total, trained = self.trainer.estimated_stepping_batches, list(self.state_dict().values())
         optimizer = torch.optim.AdamW(trained, lr=self.settings["lr"], weight_decay=WEIGHT_DECAY)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, WARMUP_STEPS))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule(step, total, WARMUP_STEPS)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def _means(part: str, sums: Tensor) -> dict[str, float]:
     loss, accepted, count = sums.tolist()
-    return {f"{part}_loss": round(loss / count, 6), f"{part}_acceptance": round(accepted / count, 6)}
+    return {
+        f"{part}_loss": round(loss / count, 6),
+        f"{part}_acceptance": round(accepted / count, 6),
+    }
 
 
 def line(row: dict, epochs: int | None) -> str:
     """What is said about an epoch."""
-    held = f"held out: step acceptance {row['held_out_acceptance']:.4f}, loss {row['held_out_loss']:.4f}"
+    held = (
+        f"held out: step acceptance {row['held_out_acceptance']:.4f}, loss"
+        f" {row['held_out_loss']:.4f}"
+    )
     if not row["epoch"]:
         return f"before training  {held}"
-    return f"epoch {row['epoch']}/{epochs}  {held}; trained on: {row['train_acceptance']:.4f}, {row['train_loss']:.4f}"
+    return (
+        f"epoch {row['epoch']}/{epochs}  {held}; trained on: {row['train_acceptance']:.4f},"
+        f" {row['train_loss']:.4f}"
+    )
 
 
 class Pace(Callback):
-    """Where there is no terminal for a bar: now and then how far training is, and how long the rest takes at most."""
+    """Where there is no terminal for a bar: now and then how far training is, and how long the rest
+    takes at most.
+    """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.began = self.said = time.monotonic()
@@ -252,5 +303,7 @@ class Pace(Callback):
         if now - self.said < EVERY or trainer.progress_bar_callback:
             return
         self.said, total = now, trainer.estimated_stepping_batches
-        left = (total - trainer.global_step) * (now - self.began) / (trainer.global_step - self.first)
+        left = (
+            (total - trainer.global_step) * (now - self.began) / (trainer.global_step - self.first)
+        )
         print(f"step {trainer.global_step}/{total}, at most {left:,.0f} s left", flush=True)

@@ -1,4 +1,5 @@
-"""`diversed train`: traces become a head. The same command again continues from the last finished epoch.
+"""`diversed train`: traces become a head. The same command again continues from the last finished
+epoch.
 
     OUT/settings.json     what this run was started with; a run is continued with the same settings only
     OUT/last.ckpt         head, optimiser, schedule and loop state after the last finished epoch; tensors and plain data
@@ -6,11 +7,13 @@
     OUT/head.safetensors  the trained head, written at the end
     OUT/train.json        its kind and sizes, settings, figures and where its traces came from, written last
 
-Every file is renamed into place whole, and everything random is a function of (seed, epoch): a run that was killed at
-any moment and continued ends with the same head as one that was not (same machine, same number of threads).
+Every file is renamed into place whole, and everything random is a function of (seed, epoch): a run
+that was killed at any moment and continued ends with the same head as one that was not (same
+machine, same number of threads).
 
-Several processes (`--trainer.devices 2 --trainer.strategy ddp`, or a launcher's) share the texts of every batch out and
-give the head of one process up to rounding. To the byte they differ, so a run is continued with as many as it began.
+Several processes (`--trainer.devices 2 --trainer.strategy ddp`, or a launcher's) share the texts of
+every batch out and give the head of one process up to rounding. To the byte they differ, so a run
+is continued with as many as it began.
 """
 
 from __future__ import annotations
@@ -107,17 +110,24 @@ def train(
         model: settings of `VerifierModule`, such as features, width and objective.
     """
     with quiet():
-        reads = {"hidden": model.get("features", "logits") != "logits", "logits": model.get("blend") == "logits"}
+        reads = {
+            "hidden": model.get("features", "logits") != "logits",
+            "logits": model.get("blend") == "logits",
+        }
         module = TraceModule(traces, seed=seed, **reads, **(data or {}))
         seed_everything(seed, verbose=False)
-        verifier = VerifierModule(**model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden)
+        verifier = VerifierModule(
+            **model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden
+        )
         options = {"max_epochs": epochs, "gradient_clip_val": clip, **(trainer or {})}
         trainer = _trainer(out, options)
         return _fit(trainer, verifier, module, out, seed, threads)
 
 
 class _TrainCLI(LightningCLI):
-    """LightningCLI over our module and data, with the settings files and the sentences of the other commands."""
+    """LightningCLI over our module and data, with the settings files and the sentences of the other
+    commands.
+    """
 
     def __init__(self, args: list[str]):
         super().__init__(
@@ -131,18 +141,32 @@ class _TrainCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={
                 "prog": "diversed train",
-                "description": "Train a gate on traces. Run it again to continue an interrupted run.",
+                "description": (
+                    "Train a gate on traces. Run it again to continue an interrupted run."
+                ),
                 "exit_on_error": False,
             },
         )
 
     def add_arguments_to_parser(self, parser) -> None:
         parser.add_argument(
-            "--out", type=str, required=True, help="Folder to write to; an interrupted run is continued."
+            "--out",
+            type=str,
+            required=True,
+            help="Folder to write to; an interrupted run is continued.",
         )
-        parser.add_argument("--threads", type=int, default=1, help="CPU threads; the same number gives the same head.")
-        parser.link_arguments("model.features", "data.hidden", compute_fn=lambda features: features != "logits")
-        parser.link_arguments("model.blend", "data.logits", compute_fn=lambda blend: blend == "logits")
+        parser.add_argument(
+            "--threads",
+            type=int,
+            default=1,
+            help="CPU threads; the same number gives the same head.",
+        )
+        parser.link_arguments(
+            "model.features", "data.hidden", compute_fn=lambda features: features != "logits"
+        )
+        parser.link_arguments(
+            "model.blend", "data.logits", compute_fn=lambda blend: blend == "logits"
+        )
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.draft_hidden", "model.draft_hidden", apply_on="instantiate")
         parser.link_arguments("data.target_hidden", "model.target_hidden", apply_on="instantiate")
@@ -158,26 +182,37 @@ class _TrainCLI(LightningCLI):
         except ArgumentError as error:
             raise ValueError(explain(error, parser, "train")) from error
         if isinstance(self.config["seed_everything"], bool):
-            raise ValueError("`seed_everything` must be a whole number: with it a run can be repeated and continued")
+            raise ValueError(
+                "`seed_everything` must be a whole number: with it a run can be repeated and"
+                " continued"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return _trainer(self.config["out"], {**self._get(self.config_init, "trainer", default={}), **kwargs})
+        return _trainer(
+            self.config["out"], {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        )
 
 
 def _section(file: Path, options: list[str]) -> dict:
-    """What a settings file says about training: its section `train`, or all of a file that has no sections."""
+    """What a settings file says about training: its section `train`, or all of a file that has no
+    sections.
+    """
     from ..commands import settings
 
     values = settings.load(file)
     if not any(settings.is_section(key, value) for key, value in values.items()):
         return settings.select({"train": values}, "train", options, file.name)
     seed = {"seed_everything": values["seed"]} if "seed" in values else {}
-    return settings.select({"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name)
+    return settings.select(
+        {"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name
+    )
 
 
 def _trainer(out: str, options: dict[str, Any]) -> Trainer:
     """`build_trainer` from options that may name a cluster's parts among those of the Trainer."""
-    cluster = {name: options[name] for name in ("strategy", "plugins", "callbacks") if name in options}
+    cluster = {
+        name: options[name] for name in ("strategy", "plugins", "callbacks") if name in options
+    }
     rest = {name: value for name, value in options.items() if name not in cluster}
     return build_trainer({**rest, "out": out}, **cluster)
 
@@ -189,19 +224,25 @@ def build_trainer(
     callbacks: Any = None,
     line: Callable[[dict, int | None], str] | None = None,
 ) -> Trainer:
-    """The Trainer of every training here: its files lie in one folder, and it talks in one line an epoch.
+    """The Trainer of every training here: its files lie in one folder, and it talks in one line an
+    epoch.
 
     config:    `out`, the folder, and options of pytorch_lightning.Trainer over DEFAULTS.
-    strategy, plugins, callbacks: Lightning's, one or a list: what a launcher or a cluster needs, see docs/scaling.md.
+    strategy, plugins, callbacks: Lightning's, one or a list: what a launcher or a cluster needs,
+        see docs/scaling.md.
     line:      (figures, epochs) -> the line of an epoch.
     """
     options = {**DEFAULTS, **config}
     out = options.pop("out")
     within(1, accumulate_grad_batches=options.get("accumulate_grad_batches"))
     if options["use_distributed_sampler"]:
-        raise ValueError("`trainer.use_distributed_sampler` must be false: the texts of a batch are shared out already")
+        raise ValueError(
+            "`trainer.use_distributed_sampler` must be false: the texts of a batch are shared out"
+            " already"
+        )
     plugins, callbacks = (
-        given if isinstance(given, list) else [given] if given else [] for given in (plugins, callbacks)
+        given if isinstance(given, list) else [given] if given else []
+        for given in (plugins, callbacks)
     )
     if sys.stdout.isatty() and options.get("enable_progress_bar") is not False:
         callbacks = [*callbacks, RichProgressBar(leave=False)]
@@ -215,16 +256,21 @@ def build_trainer(
     )
 
 
-def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, seed: int, threads: int) -> Path:
+def _fit(
+    trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, seed: int, threads: int
+) -> Path:
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
     within(1, MOST_THREADS, threads=threads)
     torch.set_num_threads(threads)
     if data.batch % trainer.world_size:
         raise ValueError(
-            f"`batch` must be a multiple of the {trainer.world_size} processes that share its texts, got {data.batch}"
+            f"`batch` must be a multiple of the {trainer.world_size} processes that share its"
+            f" texts, got {data.batch}"
         )
     if trainer.world_size > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else Lightning chooses a number by the machine
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(threads)
+        )  # else Lightning chooses a number by the machine
     folder = Path(out)
     first = trainer.global_rank == 0
     with exclusive(folder) if first else nullcontext():
@@ -239,8 +285,8 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
         _refuse_single(model, data)
         if model.settings["patience"] and not (len(data.held_index) and trainer.limit_val_batches):
             raise ValueError(
-                "`patience` waits for the loss on held-out prompts, and none are held out; give --data.validation 0.1 "
-                "and two prompts or more, or --model.patience 0"
+                "`patience` waits for the loss on held-out prompts, and none are held out; give"
+                " --data.validation 0.1 and two prompts or more, or --model.patience 0"
             )
         if first:
             write_json(folder / "settings.json", settings)
@@ -258,7 +304,9 @@ def _fit(trainer: Trainer, model: VerifierModule, data: TraceModule, out: str, s
     return folder
 
 
-def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, seed: int, threads: int) -> dict:
+def _settings(
+    trainer: Trainer, model: VerifierModule, data: TraceModule, seed: int, threads: int
+) -> dict:
     """Everything the result depends on, as plain data."""
     return {
         **model.settings,
@@ -273,14 +321,18 @@ def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, seed: 
 
 
 def _traces_sha256(data: TraceModule) -> str:
-    """The manifest's checksum, for several folders that of their checksums; it names every shard by checksum."""
+    """The manifest's checksum, for several folders that of their checksums; it names every shard by
+    checksum.
+    """
     if len(data.checksums) == 1:
         return data.checksums[0]
     return hashlib.sha256("".join(data.checksums).encode()).hexdigest()
 
 
 def refuse_other_settings(folder: Path, settings: dict) -> None:
-    """A run is continued as it was started; one that did not finish an epoch may be started otherwise."""
+    """A run is continued as it was started; one that did not finish an epoch may be started
+    otherwise.
+    """
     path = folder / "settings.json"
     if not path.is_file() or not any((folder / name).is_file() for name in (CHECKPOINT, *DONE)):
         return
@@ -299,18 +351,23 @@ def refuse_damaged(checkpoint: Path) -> None:
         if lacking := {"state_dict", "optimizer_states", "loops"} - found.keys():
             raise ValueError(f"it has no {min(lacking)}")
     except Exception as error:
-        # Damage shows as any of a dozen exceptions, from the archive, the pickle inside it or a tensor.
+        # Damage shows as any of a dozen exceptions, from the archive, the pickle inside it or a
+        # tensor.
         reason = " ".join(str(error).split())[:100]
         if type(error).__name__ == "UnpicklingError":
             reason = "it is no checkpoint, or holds more than tensors and plain data"
-        raise ValueError(f"{checkpoint} cannot be read ({reason}); delete it to train from the start") from error
+        raise ValueError(
+            f"{checkpoint} cannot be read ({reason}); delete it to train from the start"
+        ) from error
 
 
 def _refuse_damaged_result(folder: Path) -> None:
-    if read_settings(folder / "train.json").get("head_sha256") != sha256(folder / "head.safetensors"):
+    if read_settings(folder / "train.json").get("head_sha256") != sha256(
+        folder / "head.safetensors"
+    ):
         raise ValueError(
-            f"{folder / 'head.safetensors'} is not the head that train.json describes; delete both files and the same "
-            "command writes them again"
+            f"{folder / 'head.safetensors'} is not the head that train.json describes; delete both"
+            " files and the same command writes them again"
         )
 
 
@@ -319,8 +376,9 @@ def _refuse_single(model: VerifierModule, data: TraceModule) -> None:
     prompt = data.texts.prompt
     if model.settings["objective"] == "reinforce" and len(prompt) == len(prompt.unique()):
         raise ValueError(
-            f"the traces in {data.folders[0]} have one text a prompt, so a reward cannot be compared with the mean of "
-            "its prompt; gather with --samples 4, or train with --model.objective attribution"
+            f"the traces in {data.folders[0]} have one text a prompt, so a reward cannot be"
+            " compared with the mean of its prompt; gather with --samples 4, or train with"
+            " --model.objective attribution"
         )
 
 
@@ -328,12 +386,15 @@ def _announce(model: VerifierModule, data: TraceModule) -> None:
     texts = data.texts
     tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
     print(
-        f"{len(texts)} texts of {prompts} prompts, {tokens} tokens; {len(data.held_index)} texts are held out; "
-        f"mean reward {texts.reward.mean():.3f}",
+        f"{len(texts)} texts of {prompts} prompts, {tokens} tokens; {len(data.held_index)} texts"
+        f" are held out; mean reward {texts.reward.mean():.3f}",
         flush=True,
     )
     if model.settings["objective"] == "reinforce" and not texts.advantage[data.train_index].any():
-        print("note: the texts of every prompt have equal rewards, so only the acceptance term can teach anything")
+        print(
+            "note: the texts of every prompt have equal rewards, so only the acceptance term can"
+            " teach anything"
+        )
 
 
 def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings: dict) -> None:
@@ -341,11 +402,16 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
     head = model.head.cpu()
     if not all(torch.isfinite(tensor).all() for tensor in head.state_dict().values()):
         raise ValueError(
-            f"training in {folder} ended in numbers that are not finite; lower lr and choose another --out"
+            f"training in {folder} ended in numbers that are not finite; lower lr and choose"
+            " another --out"
         )
-    described = {name: getattr(head, name) for name in ("features", "draft_hidden", "target_hidden", "width")}
+    described = {
+        name: getattr(head, name) for name in ("features", "draft_hidden", "target_hidden", "width")
+    }
     tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    path = write_whole(folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)}))
+    path = write_whole(
+        folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)})
+    )
     write_json(
         folder / "train.json",
         {
@@ -357,7 +423,9 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
             "traces_sha256": settings["traces_sha256"],
             "manifest": {key: value for key, value in data.manifest.items() if key != "shards"},
             "figures": model.history,
-            "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "safetensors")},
+            "versions": {
+                name: version(name) for name in ("torch", "pytorch-lightning", "safetensors")
+            },
         },
     )
     print(f"head: {path}\nfigures: {folder / 'metrics.csv'} and {folder / 'train.json'}")
@@ -368,7 +436,9 @@ def write_json(path: Path, values: dict) -> None:
 
 
 class _WholeFiles(TorchCheckpointIO):
-    """Checkpoints appear whole: Lightning's own writer moves them from the system's temporary folder, which copies."""
+    """Checkpoints appear whole: Lightning's own writer moves them from the system's temporary
+    folder, which copies.
+    """
 
     def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
         buffer = io.BytesIO()
@@ -398,9 +468,13 @@ class _EpochEnd(ModelCheckpoint):
 
 
 def _write_metrics(path: Path, history: list[dict]) -> None:
-    """All epochs so far, also those before the run was continued; Lightning's CSVLogger would lose them."""
+    """All epochs so far, also those before the run was continued; Lightning's CSVLogger would lose
+    them.
+    """
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(history[0]), extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(
+        text, fieldnames=list(history[0]), extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(history)
     write_whole(path, text.getvalue())
@@ -414,10 +488,10 @@ def _line(row: dict, epochs: int | None) -> str:
     if worth < FEW_TEXTS:
         reward = f"no estimate of the reward ({worth:.0f} effective texts are too few)"
     return (
-        f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: loss {figure['loss']:.4f}, "
-        f"step acceptance {figure['step_acceptance']:.4f}, {reward}, "
-        f"draft's weight {figure['weight_p10']:.2f} / {figure['weight_p50']:.2f} / {figure['weight_p90']:.2f} "
-        "(10 / 50 / 90 %)"
+        f"epoch {row['epoch']}/{epochs}  {part.replace('_', ' ')}: loss {figure['loss']:.4f}, step"
+        f" acceptance {figure['step_acceptance']:.4f}, {reward}, draft's weight"
+        f" {figure['weight_p10']:.2f} / {figure['weight_p50']:.2f} / {figure['weight_p90']:.2f} (10"
+        " / 50 / 90 %)"
     )
 
 
@@ -427,16 +501,24 @@ def _sentences():
     try:
         yield
     except MisconfigurationException as error:
-        raise ValueError(f"training refuses these options: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"training refuses these options: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextmanager
 def quiet():
-    """Lightning's tips and advice are not for the person who trains a gate; errors still come through."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning")]
+    """Lightning's tips and advice are not for the person who trains a gate; errors still come
+    through.
+    """
+    loggers = [
+        logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning")
+    ]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric|torch\.utils|transformers)\.")
+        warnings.filterwarnings(
+            "ignore", module=r"(pytorch_lightning|lightning_fabric|torch\.utils|transformers)\."
+        )
         try:
             for logger in loggers:
                 logger.setLevel(logging.ERROR)

@@ -1,4 +1,6 @@
-"""The Lightning shell around the head and its objective: what is optimised, how, and what is written down about it."""
+"""The Lightning shell around the head and its objective: what is optimised, how, and what is
+written down about it.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,25 @@ CHOICES = {
 class VerifierModule(LightningModule):
     """A gate and an objective for it.
 
-    Args:
-        features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the two rows) or both.
-        draft_hidden: hidden size of the draft model; set from the traces.
-        target_hidden: hidden size of the target model; set from the traces.
-        width: size of one hidden layer, 0 for the paper's linear gate.
-        lr: highest learning rate of AdamW.
-        warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the last step.
-        weight_decay: of AdamW.
-        lambda_: weight of the acceptance term beside the reward; larger is faster and further from the target.
-        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
-        objective: reinforce (the paper's), attribution (ours: what a substitution costs, by maximum likelihood), or
+    Args: features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the
+        two rows) or both. draft_hidden: hidden size of the draft model; set from the traces.
+        target_hidden: hidden size of the target model; set from the traces. width: size of one
+        hidden layer, 0 for the paper's linear gate. lr: highest learning rate of AdamW.
+        warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the
+        last step. weight_decay: of AdamW. lambda_: weight of the acceptance term beside the reward;
+        larger is faster and further from the target. ratio_clip: a token's v_new / v_old counts
+        within [1 - ratio_clip, 1 + ratio_clip]. objective: reinforce (the paper's), attribution
+        (ours: what a substitution costs, by maximum likelihood), or
             bounded (ours: without rewards, most acceptance for a bound on the log-likelihood lost).
-        acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which rewards long texts.
+        acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which
+            rewards long texts.
         blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
-        bound: nats of the target's log-likelihood that a text may be expected to lose, for the objective `bounded`.
-        start: folder of a trained gate (of `diversed train` or a bundle) to start from, for refitting on few texts of
-            another task or pair; None starts from a constant.
-        patience: stop after this many epochs without a lower loss on the held-out prompts, and keep the head of the
-            best epoch; 0 trains all epochs and keeps the last.
+        bound: nats of the target's log-likelihood that a text may be expected to lose, for the
+            objective `bounded`.
+        start: folder of a trained gate (of `diversed train` or a bundle) to start from, for
+            refitting on few texts of another task or pair; None starts from a constant.
+        patience: stop after this many epochs without a lower loss on the held-out prompts, and keep
+            the head of the best epoch; 0 trains all epochs and keeps the last.
     """
 
     def __init__(
@@ -68,15 +70,21 @@ class VerifierModule(LightningModule):
         start: str | None = None,
         patience: int = 0,
     ):
-        settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        settings = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__")
+        }
         _refuse_bad(settings)
         super().__init__()
         self.save_hyperparameters()
         self.settings = settings
         sizes = (draft_hidden, target_hidden) if features != "logits" else (0, 0)
         self.head = WeightHead(features, *sizes, width)
-        self.register_buffer("price", torch.ones(()), persistent=False)  # for the objective `bounded`
-        self.history: list[dict] = []  # figures of every finished epoch; travels with the checkpoint, as `best` does
+        self.register_buffer(
+            "price", torch.ones(()), persistent=False
+        )  # for the objective `bounded`
+        self.history: list[
+            dict
+        ] = []  # figures of every finished epoch; travels with the checkpoint, as `best` does
         self.best: dict = {}  # epoch, held-out loss and head of the best epoch, with `patience`
         self._sums: dict[str, dict[str, Tensor]] = {}
 
@@ -85,12 +93,14 @@ class VerifierModule(LightningModule):
         return self.head(batch["features"], batch.get("hidden"))
 
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
-        """Standardise the gate's inputs and choose its first constant output; or take over the gate in `start`.
+        """Standardise the gate's inputs and choose its first constant output; or take over the gate
+        in `start`.
 
-        A weight starts at the traces' own mean, where the ratios v_new / v_old are 1; attribution at a harm of exp(-1),
-        from where a few substitutions a text explain some failures.
+        A weight starts at the traces' own mean, where the ratios v_new / v_old are 1; attribution
+        at a harm of exp(-1), from where a few substitutions a text explain some failures.
 
-        features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training texts.
+        features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training
+            texts.
         """
         if self.settings["start"]:
             self.head.load_state_dict(_started(Path(self.settings["start"]), self.head))
@@ -121,12 +131,18 @@ class VerifierModule(LightningModule):
     def on_train_epoch_end(self) -> None:
         if self.history and self.history[-1]["epoch"] > self.current_epoch:
             return  # resumed at the end of an epoch that is written down already
-        row = {"epoch": self.current_epoch + 1, "step": self.global_step, "lr": self.optimizers().param_groups[0]["lr"]}
+        row = {
+            "epoch": self.current_epoch + 1,
+            "step": self.global_step,
+            "lr": self.optimizers().param_groups[0]["lr"],
+        }
         for part, sums in self._sums.items():
             whole = {name: self._over_processes(value) for name, value in sums.items()}
             row |= {f"{part}_{name}": value for name, value in figures(whole).items()}
         self.history.append(row)
-        self.log_dict({name: float(value) for name, value in row.items() if isinstance(value, float)})
+        self.log_dict(
+            {name: float(value) for name, value in row.items() if isinstance(value, float)}
+        )
         self._keep_best(row)
 
     def on_train_start(self) -> None:
@@ -134,13 +150,22 @@ class VerifierModule(LightningModule):
 
     def _keep_best(self, row: dict) -> None:
         loss = row.get("held_out_loss")
-        if self.settings["patience"] and loss is not None and loss < self.best.get("loss", math.inf):
-            head = {name: tensor.detach().clone() for name, tensor in self.head.state_dict().items()}
+        if (
+            self.settings["patience"]
+            and loss is not None
+            and loss < self.best.get("loss", math.inf)
+        ):
+            head = {
+                name: tensor.detach().clone() for name, tensor in self.head.state_dict().items()
+            }
             self.best = {"epoch": row["epoch"], "loss": loss, "head": head}
         self._stop_early()
 
     def _stop_early(self) -> None:
-        if self.best and self.history[-1]["epoch"] - self.best["epoch"] >= self.settings["patience"]:
+        if (
+            self.best
+            and self.history[-1]["epoch"] - self.best["epoch"] >= self.settings["patience"]
+        ):
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
@@ -158,22 +183,37 @@ class VerifierModule(LightningModule):
     def configure_optimizers(self) -> dict:
         total = self.trainer.estimated_stepping_batches
         if not math.isfinite(total):
-            raise ValueError("training needs an end for its schedule; set `trainer.max_epochs` or `trainer.max_steps`")
-        lr, weight_decay, warmup = (self.settings[name] for name in ("lr", "weight_decay", "warmup_steps"))
+            raise ValueError(
+                "training needs an end for its schedule; set `trainer.max_epochs` or"
+                " `trainer.max_steps`"
+            )
+        lr, weight_decay, warmup = (
+            self.settings[name] for name in ("lr", "weight_decay", "warmup_steps")
+        )
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=weight_decay)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total, warmup))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule(step, total, warmup)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def _loss(self, logit: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The objective; another one is another function of (logit, batch) in objectives.py, chosen here."""
+        """The objective; another one is another function of (logit, batch) in objectives.py, chosen
+        here.
+        """
         settings = self.settings
         if settings["objective"] == "attribution":
             return attribution(logit, batch)
         if settings["objective"] == "bounded":
             loss, excess = bounded(
-                torch.sigmoid(logit), batch, self.price.clone(), bound=settings["bound"],
+                torch.sigmoid(logit),
+                batch,
+                self.price.clone(),
+                bound=settings["bound"],
                 over_all=lambda own: self._mean(own, batch),
-            )  # fmt: skip
+            )
             if self.training:  # dual ascent: what exceeds the bound raises the price
                 self.price.add_(PRICE_STEP * excess).clamp_(min=0)
             return loss
@@ -187,7 +227,9 @@ class VerifierModule(LightningModule):
         )
 
     def _share(self, batch: dict[str, Tensor]) -> Tensor:
-        """[] factor that makes the mean over processes of their losses the mean over the texts of all of them."""
+        """[] factor that makes the mean over processes of their losses the mean over the texts of
+        all of them.
+        """
         own = batch["counts"].float().sum()
         return self.trainer.world_size * own / self._over_processes(own)
 
@@ -219,7 +261,9 @@ class VerifierModule(LightningModule):
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
             "ratio_reward": (ratio * reward).sum(),
-            "histogram": torch.bincount((weight[mask] * FINE).long().clamp(0, FINE - 1), minlength=FINE),
+            "histogram": torch.bincount(
+                (weight[mask] * FINE).long().clamp(0, FINE - 1), minlength=FINE
+            ),
         }
         sums = self._sums.setdefault(part, {})
         for name, value in values.items():
@@ -232,7 +276,8 @@ def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
     path = folder / "head.safetensors"
     if not path.is_file():
         raise FileNotFoundError(
-            f"`start` {folder} holds no head.safetensors; give a folder of `diversed train` or a bundle"
+            f"`start` {folder} holds no head.safetensors; give a folder of `diversed train` or a"
+            " bundle"
         )
     try:
         tensors = load_file(path)
@@ -240,14 +285,19 @@ def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
         raise ValueError(f"`start`: {path} is damaged ({error}); train it again") from None
     wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
-        raise ValueError(f"`start`: the gate in {folder} has other features or another width than the one to train")
+        raise ValueError(
+            f"`start`: the gate in {folder} has other features or another width than the one to"
+            " train"
+        )
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError(f"`start`: {path} holds values that are not finite; train it again")
     return tensors
 
 
 def schedule(step: int, total: int, warmup: int) -> float:
-    """Factor of the learning rate at `step` of `total`: linear warm-up, then a cosine that reaches 0 at `total`."""
+    """Factor of the learning rate at `step` of `total`: linear warm-up, then a cosine that reaches
+    0 at `total`.
+    """
     warmup = min(warmup, total // 2)
     if step < warmup:
         return (step + 1) / warmup
@@ -284,17 +334,28 @@ def figures(sums: dict[str, Tensor]) -> dict:
 
 def _refuse_bad(settings: dict) -> None:
     """ValueError with a sentence for a setting no training can use."""
-    for name, low in (("lr", 0), ("weight_decay", 0), ("warmup_steps", 0), ("width", 0), ("ratio_clip", 0)):
+    for name, low in (
+        ("lr", 0),
+        ("weight_decay", 0),
+        ("warmup_steps", 0),
+        ("width", 0),
+        ("ratio_clip", 0),
+    ):
         if settings[name] < low or not math.isfinite(settings[name]):
             raise ValueError(f"`{name}` must be a number of at least {low}, got {settings[name]}")
     within(0, LARGEST_SIZE, width=settings["width"])
     if not math.isfinite(settings["lambda_"]):
         raise ValueError(f"`lambda_` must be a finite number, got {settings['lambda_']}")
     if not 0 < settings["bound"] < math.inf:
-        raise ValueError(f"`bound` must be a positive number of nats a text, got {settings['bound']}")
+        raise ValueError(
+            f"`bound` must be a positive number of nats a text, got {settings['bound']}"
+        )
     within(0, patience=settings["patience"])
     for name, known in CHOICES.items():
         if settings[name] not in known:
             raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {settings[name]!r}")
     if settings["blend"] == "logits" and settings["objective"] != "reinforce":
-        raise ValueError(f"`objective` {settings['objective']} is for `blend` probabilities; train logits by reinforce")
+        raise ValueError(
+            f"`objective` {settings['objective']} is for `blend` probabilities; train logits by"
+            " reinforce"
+        )

@@ -1,31 +1,38 @@
-"""What training maximises, as pure functions of the scalars a trace stores (DIVERSED, arXiv 2604.07622, section 3).
+"""What training maximises, as pure functions of the scalars a trace stores (DIVERSED, arXiv
+2604.07622, section 3).
 
     E over texts drawn from the blend of [reward]  +  lambda * mean over positions of (1 - TV(draft, blend))
 
-For the blend v = (1 - w) p + w q all of it is known from p(token), q(token) and TV(p, q) at each position:
+For the blend v = (1 - w) p + w q all of it is known from p(token), q(token) and TV(p, q) at each
+position:
 
     log v(token) = log((1 - w) p(token) + w q(token)),      1 - TV(q, v) = 1 - (1 - w) TV(p, q),
 
-so no row over the vocabulary is needed and the cost of a step does not depend on V. The first term is REINFORCE with
-the mean reward of the prompt's texts as baseline; for texts of an older gate the ratio v_new / v_old of every token is
-clipped as in PPO (arXiv 1707.06347). The second term is differentiated directly, with the texts held fixed.
+so no row over the vocabulary is needed and the cost of a step does not depend on V. The first term
+is REINFORCE with the mean reward of the prompt's texts as baseline; for texts of an older gate the
+ratio v_new / v_old of every token is clipped as in PPO (arXiv 1707.06347). The second term is
+differentiated directly, with the texts held fixed.
 
-`attribution` (ours) needs no policy gradient. Texts are sampled from the maximal coupling of target and blend, so each
-is the target's own but for a recorded list of *substitutions*, and its reward says what they cost. The gate's logit is
-read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = base exp(-sum of h over substitutions),
-a graded one as base minus that sum. Relaxing a position by w gains w TV acceptance and costs w TV h in expectation, so
-under any exchange rate the best gate is a threshold on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
+`attribution` (ours) needs no policy gradient. Texts are sampled from the maximal coupling of target
+and blend, so each is the target's own but for a recorded list of *substitutions*, and its reward
+says what they cost. The gate's logit is
+read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = base exp(-sum of h
+over substitutions), a graded one as base minus that sum. Relaxing a position by w gains w TV
+acceptance and costs w TV h in expectation, so under any exchange rate the best gate is a threshold
+on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
 
-`bounded` (ours) needs no rewards: most step acceptance for a bound on the nats of the target's log-likelihood that a
-text is expected to lose. A step relaxed by w loses w (E_q[-log p] - E_p[-log p]), which the stored features hold, and
-gains w TV acceptance; so the best gate is a threshold on nats lost a substitution. A bound on substitutions themselves
+`bounded` (ours) needs no rewards: most step acceptance for a bound on the nats of the target's
+log-likelihood that a text is expected to lose. A step relaxed by w loses w (E_q[-log p] - E_p[-log
+p]), which the stored features hold, and gains w TV acceptance; so the best gate is a threshold on
+nats lost a substitution. A bound on substitutions themselves
 could not choose between steps: each gains w TV acceptance for w TV substitutions.
 
-With `blend: logits` (the paper's code) v is proportional to p^(1-w) q^w, whose scalars need a sum over the vocabulary:
-it is taken over the tokens that a trace stores, the rest counting as one token, which bounds its share from above.
+With `blend: logits` (the paper's code) v is proportional to p^(1-w) q^w, whose scalars need a sum
+over the vocabulary: it is taken over the tokens that a trace stores, the rest counting as one
+token, which bounds its share from above.
 
-An objective is a function (output of the gate, trace, settings) -> loss.
-`trace` is a batch of B texts padded to T positions, with `mask` [B, T] bool, True at the text's positions. The position
+An objective is a function (output of the gate, trace, settings) -> loss. `trace` is a batch of B
+texts padded to T positions, with `mask` [B, T] bool, True at the text's positions. The position
 that chose the end-of-text token is one of them: ending a text is a decision like any other.
 """
 
@@ -43,7 +50,9 @@ TINY = 1e-30  # a probability below this is a rounding to zero; its logarithm mu
 
 
 def blend_logprob(weight: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """Log-probability of the token under the blend; weight, target_prob, draft_prob and the result are [...]."""
+    """Log-probability of the token under the blend; weight, target_prob, draft_prob and the result
+    are [...].
+    """
     return ((1 - weight) * target_prob + weight * draft_prob).clamp_min(TINY).log()
 
 
@@ -53,12 +62,16 @@ def acceptance(weight: Tensor, tv: Tensor) -> Tensor:
 
 
 def substitution(weight: Tensor, tv: Tensor) -> Tensor:
-    """Probability that a token is not the target's own, TV(target, blend); weight, tv and the result are [...]."""
+    """Probability that a token is not the target's own, TV(target, blend); weight, tv and the
+    result are [...].
+    """
     return weight * tv
 
 
 def probability_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(log v(token), 1 - TV(q, v), TV(p, v)) at every position for v = (1 - w) p + w q; weight and results [B, T]."""
+    """(log v(token), 1 - TV(q, v), TV(p, v)) at every position for v = (1 - w) p + w q; weight and
+    results [B, T].
+    """
     logprob = blend_logprob(weight, trace["target_prob"], trace["draft_prob"])
     return logprob, acceptance(weight, trace["tv"]), substitution(weight, trace["tv"])
 
@@ -66,18 +79,26 @@ def probability_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor,
 def logit_blend(weight: Tensor, trace: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The same for v proportional to p^(1-w) q^w.
 
-    trace: target_top, draft_top [B, T, K], log-probabilities of the stored tokens, and target_rest, draft_rest [B, T],
-    the probability of all others.
+    trace: target_top, draft_top [B, T, K], log-probabilities of the stored tokens, and target_rest,
+    draft_rest [B, T], the probability of all others.
     """
     share = weight.unsqueeze(-1)
     target, draft = (
-        torch.cat([trace[f"{name}_top"].float(), trace[f"{name}_rest"].clamp_min(TINY).log().unsqueeze(-1)], -1)
+        torch.cat(
+            [
+                trace[f"{name}_top"].float(),
+                trace[f"{name}_rest"].clamp_min(TINY).log().unsqueeze(-1),
+            ],
+            -1,
+        )
         for name in ("target", "draft")
     )
     mixed = (1 - share) * target + share * draft
     total = mixed.logsumexp(-1)
     row = (mixed - total.unsqueeze(-1)).exp()
-    own = (1 - weight) * trace["target_prob"].clamp_min(TINY).log() + weight * trace["draft_prob"].clamp_min(TINY).log()
+    own = (1 - weight) * trace["target_prob"].clamp_min(TINY).log() + weight * trace[
+        "draft_prob"
+    ].clamp_min(TINY).log()
     accepted = 1 - 0.5 * (draft.exp() - row).abs().sum(-1)
     return own - total, accepted, 0.5 * (target.exp() - row).abs().sum(-1)
 
@@ -86,29 +107,40 @@ BLENDS = {"probabilities": probability_blend, "logits": logit_blend}
 
 
 def nats_lost(trace: dict[str, Tensor]) -> Tensor:
-    """[B, T] what the target's log-likelihood of a token is expected to lose under the draft's row, nats, at least 0.
+    """[B, T] what the target's log-likelihood of a token is expected to lose under the draft's row,
+    nats, at least 0.
 
-    E_q[-log p] - E_p[-log p] = KL(draft || target) + entropy of the draft - entropy of the target, out of `features`.
+    E_q[-log p] - E_p[-log p] = KL(draft || target) + entropy of the draft - entropy of the target,
+    out of `features`.
     """
-    kl, draft, target = (trace["features"][..., COLUMN[name]] for name in ("kl", "draft_entropy", "target_entropy"))
+    kl, draft, target = (
+        trace["features"][..., COLUMN[name]] for name in ("kl", "draft_entropy", "target_entropy")
+    )
     return (kl + draft - target).clamp_min(0)
 
 
-def policy_gradient(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor, clip: float) -> Tensor:
-    """Loss whose gradient is minus that of E[reward] at logprob == old_logprob: sum over positions, mean over texts.
+def policy_gradient(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor, clip: float
+) -> Tensor:
+    """Loss whose gradient is minus that of E[reward] at logprob == old_logprob: sum over positions,
+    mean over texts.
 
-    logprob, old_logprob: [B, T] of the tokens under the gate now and under the gate that sampled them.
+    logprob, old_logprob: [B, T] of the tokens under the gate now and under the gate that sampled
+        them.
     advantage: [B]; mask: [B, T] bool.
     clip: a ratio outside [1 - clip, 1 + clip] gives no gradient in the direction it already went.
     """
     # Beyond e^20 a ratio is clipped anyway; the bound keeps exp finite.
     ratio = (logprob - old_logprob.detach()).clamp(-20, 20).exp()
-    gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - clip, 1 + clip) * advantage[:, None])
+    gain = torch.minimum(
+        ratio * advantage[:, None], ratio.clamp(1 - clip, 1 + clip) * advantage[:, None]
+    )
     return -torch.where(mask, gain, 0).sum(1).mean()
 
 
 def over_positions(value: Tensor, mask: Tensor, how: str = "mean") -> Tensor:
-    """Mean over the texts of a text's mean or sum over its positions; value [B, T], mask [B, T] bool. Returns a scalar.
+    """Mean over the texts of a text's mean or sum over its positions; value [B, T], mask [B, T]
+    bool. Returns a scalar.
 
     "sum" is the paper's; it also rewards long texts, "mean" does not.
     """
@@ -117,11 +149,13 @@ def over_positions(value: Tensor, mask: Tensor, how: str = "mean") -> Tensor:
 
 
 def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
-    """Minus the mean log-likelihood of the rewards where all of the traces are 0 or 1, else their mean squared error.
+    """Minus the mean log-likelihood of the rewards where all of the traces are 0 or 1, else their
+    mean squared error.
 
     logit: [B, T] of the gate; exp(-logit) is the harm of a substitution there.
-    trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text of that prompt earns;
-        graded [B] bool, whether any reward of the traces, not of this batch alone, is neither 0 nor 1.
+    trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text
+        of that prompt earns; graded [B] bool, whether any reward of the traces, not of this batch
+        alone, is neither 0 nor 1.
     """
     harm = torch.where(trace["mask"] & trace["substituted"], (-logit).clamp(-20, 5).exp(), 0).sum(1)
     reward, base = trace["reward"], trace["base"]
@@ -141,15 +175,16 @@ def bounded(
 ) -> tuple[Tensor, Tensor]:
     """(augmented Lagrangian of step acceptance under the bound, excess); rewards are not looked at.
 
-    excess = nats lost a text / bound - 1; the Lagrangian is price * excess + excess^2 / 2 - step acceptance, whose
-    quadratic term keeps a linear problem from swinging between its ends.
+    excess = nats lost a text / bound - 1; the Lagrangian is price * excess + excess^2 / 2 - step
+    acceptance, whose quadratic term keeps a linear problem from swinging between its ends.
     weight: [B, T]; price: [] of an excess of 1; dual ascent finds it.
     over_all: the excess of these texts -> that of all the processes' texts.
     """
     own = over_positions(weight * nats_lost(trace), trace["mask"], "sum") / bound - 1
     excess = over_all(own.detach())
     gain = over_positions(acceptance(weight, trace["tv"]), trace["mask"])
-    # With excess held fixed the gradient of the square's half is excess times that of this process's part.
+    # With excess held fixed the gradient of the square's half is excess times that of this
+    # process's part.
     return (price + excess) * own - excess.square() / 2 - gain, excess
 
 
@@ -170,4 +205,7 @@ def reinforce(
     logprob, accepted, _ = BLENDS[blend](weight, trace)
     old, _, _ = BLENDS[blend](trace["weight"], trace)
     gain = over_positions(accepted, trace["mask"], acceptance_term)
-    return policy_gradient(logprob, old, trace["advantage"], trace["mask"], ratio_clip) - lambda_ * gain
+    return (
+        policy_gradient(logprob, old, trace["advantage"], trace["mask"], ratio_clip)
+        - lambda_ * gain
+    )

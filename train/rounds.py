@@ -1,12 +1,15 @@
-"""Rounds: gather at the gate so far, refit on all rounds, until the texts earn what the fit said they would.
+"""Rounds: gather at the gate so far, refit on all rounds, until the texts earn what the fit said
+they would.
 
     OUT/round-1/traces, train, bundle     each round's texts, the head fitted on all rounds so far, and its bundle
     OUT/rounds.json                       each round's figures
 
-A fit says what a substitution costs (objective `attribution`), and so what texts of any threshold will earn. The bias
-of a round's bundle is the largest whose predicted loss of reward is at most `max_drop`; the next round gathers there.
-Where its mean reward agrees with the prediction, the fit holds at the operating point and more rounds add little.
-Other objectives choose no threshold: their bias is 0, their prediction the mean reward reweighted by v_new / v_old.
+A fit says what a substitution costs (objective `attribution`), and so what texts of any threshold
+will earn. The bias of a round's bundle is the largest whose predicted loss of reward is at most
+`max_drop`; the next round gathers there. Where its mean reward agrees with the prediction, the fit
+holds at the operating point and more rounds add little.
+Other objectives choose no threshold: their bias is 0, their prediction the mean reward reweighted
+    by v_new / v_old.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ BIASES = [step / 4 for step in range(-40, 17)]
 class Stages:
     """The commands that a round consists of.
 
-    gather: (out, relaxation, first_sample); train: (folders of traces, out); export: (train, out, bias).
+    gather: (out, relaxation, first_sample); train: (folders of traces, out); export: (train, out,
+        bias).
     """
 
     gather: Callable[[str, str, int], object]
@@ -50,7 +54,8 @@ def run_rounds(
     blend: str = "",
     all_rounds: bool = False,
 ) -> tuple[Path, float]:
-    """Up to `most` rounds; (folder of the last trained head, its bias). Finished stages are skipped when run again.
+    """Up to `most` rounds; (folder of the last trained head, its bias). Finished stages are skipped
+    when run again.
 
     max_drop:   loss of mean reward that the operating point may cost, in the reward's own unit.
     relaxation: what the first round's texts are sampled from; samples: texts a prompt and round.
@@ -68,7 +73,14 @@ def run_rounds(
         data = _held_out(traces, here / "train")
         row = {"round": number, "relaxation": relaxation, **_realised(traces[-1], data, predicted)}
         bias, predicted, base = operating_point(here / "train", data, max_drop)
-        rows.append(row | {"bias": bias, "predicted_next": predicted, "predicted_drop_next": base - predicted})
+        rows.append(
+            row
+            | {
+                "bias": bias,
+                "predicted_next": predicted,
+                "predicted_drop_next": base - predicted,
+            }
+        )
         write_whole(out / "rounds.json", json.dumps(rows, indent=2) + "\n")
         print(_line(rows[-1]), flush=True)
         stages.export(str(here / "train"), str(here / "bundle"), bias)
@@ -79,9 +91,11 @@ def run_rounds(
 
 
 def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[float, float, float]:
-    """(bias, mean reward predicted there, mean reward of the target's own texts) on the held-out texts of `data`.
+    """(bias, mean reward predicted there, mean reward of the target's own texts) on the held-out
+    texts of `data`.
 
-    Every position of a text is substituted by itself with probability w TV; a substitution costs its harm.
+    Every position of a text is substituted by itself with probability w TV; a substitution costs
+    its harm.
     """
     settings = json.loads((train / "train.json").read_text())
     if settings["settings"]["objective"] != "attribution":
@@ -96,7 +110,9 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     with torch.no_grad():
         for batch in data.val_dataloader():
             logit = head(batch["features"], batch.get("hidden"))
-            earned += torch.stack([predicted_rewards(logit, bias, batch, graded).double().sum() for bias in BIASES])
+            earned += torch.stack(
+                [predicted_rewards(logit, bias, batch, graded).double().sum() for bias in BIASES]
+            )
             base, texts = base + float(batch["base"].sum()), texts + len(logit)
     kept = [index for index, value in enumerate(earned / texts) if base / texts - value <= max_drop]
     best = max(kept, default=0)
@@ -107,16 +123,24 @@ def _kept_epoch(training: dict) -> dict:
     """The figures of the epoch whose head a run kept: with `patience` the best one, else the last."""
     figures = training["figures"]
     if not figures:
-        raise ValueError("`rounds` need a trained gate, and --train.trainer.max_epochs 0 trains none")
-    watched = [row for row in figures if "held_out_loss" in row] if training["settings"]["patience"] else []
+        raise ValueError(
+            "`rounds` need a trained gate, and --train.trainer.max_epochs 0 trains none"
+        )
+    watched = (
+        [row for row in figures if "held_out_loss" in row]
+        if training["settings"]["patience"]
+        else []
+    )
     return min(watched, key=lambda row: row["held_out_loss"]) if watched else figures[-1]
 
 
 def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], graded: bool) -> Tensor:
     """[B] expected reward of a text at these contexts if the gate were sigmoid(logit + bias).
 
-    logit: [B, T], whose exp(-logit) is the harm of a substitution there; trace: tv, mask [B, T] and base [B].
-    graded: harms are lost from the reward; else a harm h multiplies the probability of success by exp(-h).
+    logit: [B, T], whose exp(-logit) is the harm of a substitution there; trace: tv, mask [B, T] and
+        base [B].
+    graded: harms are lost from the reward; else a harm h multiplies the probability of success by
+        exp(-h).
     """
     substituted = torch.where(trace["mask"], torch.sigmoid(logit + bias) * trace["tv"], 0)
     harm = (-logit).clamp(-20, 5).exp()
@@ -129,30 +153,47 @@ def _held_out(traces: list[str], train: Path) -> TraceModule:
     """The data as the training saw it, its held-out texts restricted to those of the newest round."""
     settings = json.loads((train / "train.json").read_text())["settings"]
     hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
-    data = TraceModule(traces, 64, settings["validation"], settings["seed"], hidden, logits, settings["reward"])
+    data = TraceModule(
+        traces, 64, settings["validation"], settings["seed"], hidden, logits, settings["reward"]
+    )
     data.setup()
     if not len(data.held_index):
-        raise ValueError("`rounds` compare a fit with texts of held-out prompts, and 1 prompt leaves none; gather more")
+        raise ValueError(
+            "`rounds` compare a fit with texts of held-out prompts, and 1 prompt leaves none;"
+            " gather more"
+        )
     newest = data.texts.folder[data.held_index] == len(traces) - 1
     data.held_index = data.held_index[newest]
     return data
 
 
 def _realised(folder: str, data: TraceModule, predicted: float | None) -> dict:
-    """The newest round's texts: mean reward with a 95 % interval over prompts, and whether it holds the prediction."""
+    """The newest round's texts: mean reward with a 95 % interval over prompts, and whether it holds
+    the prediction.
+    """
     texts = data.texts
     mine = texts.folder == int(texts.folder.max())
     _, prompt = torch.unique(texts.prompt[mine], return_inverse=True)
     count = torch.bincount(prompt)
-    means = torch.zeros(len(count), dtype=torch.float64).index_add(0, prompt, texts.reward[mine].double()) / count
+    means = (
+        torch.zeros(len(count), dtype=torch.float64).index_add(
+            0, prompt, texts.reward[mine].double()
+        )
+        / count
+    )
     mean, error = float(means.mean()), float(means.std()) / math.sqrt(len(means))
     low, high = mean - 1.96 * error, mean + 1.96 * error
     acceptance, substituted = texts.speed(mine)
     return {
-        "texts": int(mine.sum()), "reward": mean, "low": low, "high": high, "predicted": predicted,
+        "texts": int(mine.sum()),
+        "reward": mean,
+        "low": low,
+        "high": high,
+        "predicted": predicted,
         "agrees": predicted is not None and low <= predicted <= high,
-        "step_acceptance": acceptance, "substitutions": substituted,
-    }  # fmt: skip
+        "step_acceptance": acceptance,
+        "substitutions": substituted,
+    }
 
 
 def _line(row: dict) -> str:
@@ -161,7 +202,8 @@ def _line(row: dict) -> str:
         holds = "the fit holds here" if row["agrees"] else "the fit does not hold yet"
         expected = f", predicted {row['predicted']:.4f}: {holds}"
     return (
-        f"round {row['round']}: reward {row['reward']:.4f} [{row['low']:.4f}, {row['high']:.4f}]{expected}; "
-        f"step acceptance {row['step_acceptance']:.4f}, {row['substitutions']:.2f} substitutions a text; "
-        f"next at bias {row['bias']:g}, where the fit predicts {row['predicted_next']:.4f}"
+        f"round {row['round']}: reward {row['reward']:.4f} [{row['low']:.4f},"
+        f" {row['high']:.4f}]{expected}; step acceptance {row['step_acceptance']:.4f},"
+        f" {row['substitutions']:.2f} substitutions a text; next at bias {row['bias']:g}, where the"
+        f" fit predicts {row['predicted_next']:.4f}"
     )

@@ -3,4 +3,14 @@
 from .law import DraftTree, Law, Verdict, draw, expected_length, validate
 from .methods import METHODS, Method, method
 
-__all__ = ["METHODS", "DraftTree", "Law", "Method", "Verdict", "draw", "expected_length", "method", "validate"]
+__all__ = [
+    "METHODS",
+    "DraftTree",
+    "Law",
+    "Method",
+    "Verdict",
+    "draw",
+    "expected_length",
+    "method",
+    "validate",
+]

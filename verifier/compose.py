@@ -2,11 +2,13 @@
 
 top_down(plan)      every level on its own: walk down, child j with probability P[j], stop with probability sum(r).
 conditional(plan)   levels are coupled: the mass of a child is P[j] / (1 - sum of P[i] over earlier children); then,
-                    children before their parent, each node fires with probability sum(r) / (sum(r) + null), a leaf with
-                    its mass. The first node to fire is where the path ends. (Sun 2025; Weng 2025, arXiv 2505.12398.)
+                    children before their parent, each node fires with probability sum(r) / (sum(r)
+                    + null), a leaf with its mass. The first node to fire is where the path ends.
+                    (Sun 2025; Weng 2025, arXiv 2505.12398.)
 
-The tree is walked level by level. Nodes of a level that have equally many children form a family and go through the
-plan together; there is no loop over requests, nodes of a family or the vocabulary.
+The tree is walked level by level. Nodes of a level that have equally many children form a family
+and go through the plan together; there is no loop over requests, nodes of a family or the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .plans import Plan, Share, quotient
 
 
 def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
-    """The law of walking down from the root; `merge` joins equal prefixes of K paths and keeps their multiplicity."""
+    """The law of walking down from the root; `merge` joins equal prefixes of K paths and keeps
+    their multiplicity.
+    """
 
     def law(tree: DraftTree) -> Law:
         walk = _walk(tree, plan, merge, coupled=False)
@@ -41,8 +45,8 @@ def conditional(
 ) -> Callable[[DraftTree], Law]:
     """The law of the first node to fire in post-order; `merge` joins equal prefixes of K paths.
 
-    `ahead` gives the mass of every node [B, N] where it is known before any sum over V, as on a chain; the plan then
-    sees all nodes in one call instead of one a level.
+    `ahead` gives the mass of every node [B, N] where it is known before any sum over V, as on a
+    chain; the plan then sees all nodes in one call instead of one a level.
     """
 
     def law(tree: DraftTree) -> Law:
@@ -95,8 +99,12 @@ class _Walk:
     next: Tensor
 
 
-def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor | None = None) -> _Walk:
-    """One pass from the root down. `coupled` hands each node its own mass, otherwise every node is given 1."""
+def _walk(
+    tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor | None = None
+) -> _Walk:
+    """One pass from the root down. `coupled` hands each node its own mass, otherwise every node is
+    given 1.
+    """
     branched = chains(tree.parents) if merge else None
     families = _merged(tree, *branched) if branched and branched[1] else _plain(tree)
     waits = coupled and known is None
@@ -106,18 +114,26 @@ def _walk(tree: DraftTree, plan: Plan, merge: bool, coupled: bool, known: Tensor
     emit, null = torch.zeros_like(given), torch.zeros_like(given)
     rows = torch.empty_like(tree.target)
     accepts = []
-    # with no mass to wait for, families of equal M go through the plan in one call: it costs 40 small operations
+    # with no mass to wait for, families of equal M go through the plan in one call: it costs 40
+    # small operations
     for group in [[family] for family in families] if waits else _alike(families):
         family = _joined(group)
         mass = given[:, family.nodes]
         share = plan(tree.target[:, family.nodes], tree.draft[:, family.nodes], mass, family.tokens)
-        share = share if tree.pruned is None else _prune(share, tree.target[:, family.nodes], family, tree.pruned)
+        share = (
+            share
+            if tree.pruned is None
+            else _prune(share, tree.target[:, family.nodes], family, tree.pruned)
+        )
         _normalise(share, tree.target, rows, family.nodes)
         emit[:, family.nodes], null[:, family.nodes] = share.emit, share.null
         accepts += share.accept.split([member.tokens.shape[1] for member in group], 1)
         if waits:
-            # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
-            later = share.accept.flip(-1).cumsum(-1).flip(-1) + (share.emit + share.null).unsqueeze(-1)
+            # summed from the right: the share left to the later children is lost in 1 - sum over
+            # the earlier ones
+            later = share.accept.flip(-1).cumsum(-1).flip(-1) + (share.emit + share.null).unsqueeze(
+                -1
+            )
             mass = torch.where(later > 0, share.accept / later, 0)
             given.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
     leaves = _span([node for node in range(len(tree.parents)) if node not in set(tree.parents)])
@@ -144,11 +160,15 @@ def _joined(families: list[Family]) -> Family:
     size = len(families[0].tokens)
     children = torch.cat([family.children.expand(size, -1, -1) for family in families], 1)
     homes = torch.cat([family.homes.expand(size, -1, -1) for family in families], 1)
-    return Family(nodes, _span(nodes), children, homes, torch.cat([family.tokens for family in families], 1))
+    return Family(
+        nodes, _span(nodes), children, homes, torch.cat([family.tokens for family in families], 1)
+    )
 
 
 def _normalise(share: Share, target: Tensor, rows: Tensor, nodes: slice | list[int]) -> None:
-    """Write share.rest / share.total into our own `rows` at `nodes`, the target's row where that is 0 / 0."""
+    """Write share.rest / share.total into our own `rows` at `nodes`, the target's row where that is
+    0 / 0.
+    """
     some = share.total > 0
     total = torch.where(some, share.total, 1).unsqueeze(-1)
     if not rows.is_cpu or torch.compiler.is_compiling():  # compiled, neither makes a copy
@@ -163,7 +183,9 @@ def _normalise(share: Share, target: Tensor, rows: Tensor, nodes: slice | list[i
 
 
 def _prune(share: Share, target: Tensor, family: Family, pruned: Tensor) -> Share:
-    """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it was, token by token."""
+    """Emit the mass of pruned children at their parent, as their tokens: E[P + r] stays what it
+    was, token by token.
+    """
     known = torch.cat([pruned, torch.zeros_like(pruned[:, :1])], -1)
     moved = torch.where(_take(known, family.homes, family), share.accept, 0)
     rest = share.rest * quotient(share.emit, share.total).unsqueeze(-1)
@@ -175,9 +197,11 @@ def _prune(share: Share, target: Tensor, family: Family, pruned: Tensor) -> Shar
 
 @lru_cache(maxsize=256)
 def chains(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-    """(trunk, paths) when the tree is K >= 2 chains of equal length that hang from one node, else None.
+    """(trunk, paths) when the tree is K >= 2 chains of equal length that hang from one node, else
+    None.
 
-    The trunk ends with the node that the paths hang from; a single chain is all trunk and has no paths.
+    The trunk ends with the node that the paths hang from; a single chain is all trunk and has no
+    paths.
     """
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
@@ -203,19 +227,26 @@ def prefix_homes(tree: DraftTree, paths: tuple[tuple[int, ...], ...]) -> Tensor:
     return same.argmax(2)
 
 
-def _merged(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...], ...]) -> list[Family]:
-    """Families of K paths joined by prefix: below the branch, one family a level, its children differ by request."""
+def _merged(
+    tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...], ...]
+) -> list[Family]:
+    """Families of K paths joined by prefix: below the branch, one family a level, its children
+    differ by request.
+    """
     size, device = len(tree.parents), tree.tokens.device
     homes = prefix_homes(tree, paths)
     grid = on_device(paths, device)
-    families = [_family(tree, [node], ((child,),)) for node, child in zip(trunk, trunk[1:], strict=False)]
+    families = [
+        _family(tree, [node], ((child,),)) for node, child in zip(trunk, trunk[1:], strict=False)
+    ]
     branch = _family(tree, [trunk[-1]], (tuple(path[0] for path in paths),))
     families.append(replace(branch, homes=grid[:, 0][homes[:, :, 0]].unsqueeze(1)))
     for level in range(1, len(paths[0])):
         mine = homes[:, None, :, level - 1] == torch.arange(len(paths), device=device)[:, None]
         mine = mine & (tree.tokens[:, grid[:, level]] >= 0).unsqueeze(1)
         order = (~mine).to(torch.uint8).argsort(dim=-1, stable=True)
-        # the most children any node has; on a GPU and compiled the shape stays K, so that nothing waits for the numbers
+        # the most children any node has; on a GPU and compiled the shape stays K, so that nothing
+        # waits for the numbers
         looked_at = mine.is_cpu and not torch.compiler.is_compiling()
         most = max(1, int(mine.sum(-1).max())) if looked_at else len(paths)
         order = order[..., :most]
@@ -235,7 +266,9 @@ def _plain(tree: DraftTree) -> list[Family]:
 
 def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], ...]) -> Family:
     where = on_device(children, tree.tokens.device)
-    return Family(nodes, _span(nodes), where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where])
+    return Family(
+        nodes, _span(nodes), where.unsqueeze(0), where.unsqueeze(0), tree.tokens[:, where]
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -261,7 +294,10 @@ def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], tuple[tuple[int, 
     for node, depth in enumerate(depths(parents)):
         if children[node]:
             groups.setdefault((depth, len(children[node])), []).append(node)
-    return [(nodes, tuple(tuple(children[node]) for node in nodes)) for _, nodes in sorted(groups.items())]
+    return [
+        (nodes, tuple(tuple(children[node]) for node in nodes))
+        for _, nodes in sorted(groups.items())
+    ]
 
 
 def _column(tree: DraftTree, root: float) -> Tensor:

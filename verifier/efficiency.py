@@ -1,14 +1,15 @@
-"""Block efficiency, the new tokens of one target call, at a context and without sampling the verification.
+"""Block efficiency, the new tokens of one target call, at a context and without sampling the
+verification.
 
-A law says where the accepted path of one drawn tree ends, so its mean over the coins is a sum. Of a chain also the last
-token is averaged out, and all lengths come from one pass: with q and p the rows of draft and target after the chain's
-first i tokens,
+A law says where the accepted path of one drawn tree ends, so its mean over the coins is a sum. Of a
+chain also the last token is averaged out, and all lengths come from one pass: with q and p the rows
+of draft and target after the chain's first i tokens,
 
     token   reach_i = product of min(1, p/q) over them,          accepted = sum over i of reach_i sum_x min(q, p)
     block   w_i = min(1, w_{i-1} p/q) at the i-th of them,       accepted = sum over i of sum_x min(q, w_i p)
 
-The second is the closed form of ALGORITHMS 4, G(c) = q(c) w(c). The mean of either over chains is what verification
-accepts; tests enumerate both.
+The second is the closed form of ALGORITHMS 4, G(c) = q(c) w(c). The mean of either over chains is
+what verification accepts; tests enumerate both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def block_efficiency(law: Callable[[DraftTree], Law], tree: DraftTree) -> Tensor
 def chain_efficiency(tree: DraftTree, coupled: bool) -> Tensor:
     """[B, L] the same for the first 1 .. L tokens of a chain, their last one averaged out.
 
-    coupled: under block verification, else token verification; the draft's row at the leaf is not read.
+    coupled: under block verification, else token verification; the draft's row at the leaf is not
+        read.
     """
     target, draft = tree.target[:, :-1], tree.draft[:, :-1]
     if coupled:

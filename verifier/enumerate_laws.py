@@ -1,8 +1,10 @@
-"""Exact laws by enumeration: every draft of a tiny vocabulary, its probability, and the text law a method makes of it.
+"""Exact laws by enumeration: every draft of a tiny vocabulary, its probability, and the text law a
+method makes of it.
 
-A context is a number: 0 is empty, and context c followed by token x is c V + 1 + x (a V-ary heap). A `Pair` has one
-row of draft and target per context, so rows depend on the whole past. All drafts of one topology form one batch, which
-the method verifies in a single call; the law of the text then is a sum, with no sampling anywhere.
+A context is a number: 0 is empty, and context c followed by token x is c V + 1 + x (a V-ary heap).
+A `Pair` has one row of draft and target per context, so rows depend on the whole past. All drafts
+of one topology form one batch, which the method verifies in a single call; the law of the text then
+is a sum, with no sampling anywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Drafts:
 
 
 def random_pair(vocabulary: int, length: int, kind: str, generator: torch.Generator) -> Pair:
-    """Rows of one of KINDS; `tied` rows have few distinct entries, `zeros` rows lose tokens at random."""
+    """Rows of one of KINDS; `tied` rows have few distinct entries, `zeros` rows lose tokens at
+    random.
+    """
     count = sum(vocabulary**depth for depth in range(length))
 
     def rows() -> Tensor:
@@ -96,12 +100,17 @@ def delayed(trunk: int, parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def drafts(pair: Pair, drafting: str, parents: tuple[int, ...], leaf_rows: bool = False) -> Drafts:
-    """Every draft of `parents` that `drafting` can produce; `leaf_rows` runs the draft on the leaves too.
+    """Every draft of `parents` that `drafting` can produce; `leaf_rows` runs the draft on the
+    leaves too.
 
-    Nodes are drawn in order. A row whose support is smaller than its number of children leaves the last ones absent.
+    Nodes are drawn in order. A row whose support is smaller than its number of children leaves the
+    last ones absent.
     """
     vocabulary = pair.draft.shape[1]
-    children = [[child for child in range(len(parents)) if parents[child] == node] for node in range(len(parents))]
+    children = [
+        [child for child in range(len(parents)) if parents[child] == node]
+        for node in range(len(parents))
+    ]
     tokens, contexts = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
     probability = torch.ones(1, dtype=torch.float64)
     for node in range(1, len(parents)):
@@ -110,19 +119,26 @@ def drafts(pair: Pair, drafting: str, parents: tuple[int, ...], leaf_rows: bool 
         place = siblings.index(node)
         alive = (tokens[parent] >= 0) if parent else torch.ones_like(tokens[0], dtype=torch.bool)
         earlier = [tokens[child] for child in siblings[:place]]
-        rows = _CHILD[drafting](pair.draft[contexts[parent]], earlier, place == len(siblings) - 1) * alive.unsqueeze(-1)
+        rows = _CHILD[drafting](
+            pair.draft[contexts[parent]], earlier, place == len(siblings) - 1
+        ) * alive.unsqueeze(-1)
         # column V is "absent", taken when the row has nothing left to draw
         rows = torch.cat([rows, (rows.sum(-1, keepdim=True) == 0).double()], -1)
         draft, token = rows.nonzero(as_tuple=True)
         probability = probability[draft] * rows[draft, token]
-        tokens, contexts = [column[draft] for column in tokens], [column[draft] for column in contexts]
+        tokens, contexts = (
+            [column[draft] for column in tokens],
+            [column[draft] for column in contexts],
+        )
         absent = token == vocabulary
         contexts.append(torch.where(absent, 0, contexts[parent] * vocabulary + 1 + token))
         tokens.append(torch.where(absent, -1, token))
     tokens, contexts = torch.stack(tokens, 1), torch.stack(contexts, 1)
     inner = torch.tensor([bool(branch) or leaf_rows for branch in children])
     draft_rows = pair.draft[contexts] * inner[:, None]
-    return Drafts(DraftTree(tokens, parents, draft_rows, pair.target[contexts]), probability, contexts)
+    return Drafts(
+        DraftTree(tokens, parents, draft_rows, pair.target[contexts]), probability, contexts
+    )
 
 
 def text_law(drafts: Drafts, law: Law, after: Tensor, length: int) -> Tensor:
@@ -143,14 +159,18 @@ def model_law(rows: Tensor, length: int) -> Tensor:
     return _continued(mass, rows, length)
 
 
-def law_error(law: Callable[[DraftTree], Law], pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
+def law_error(
+    law: Callable[[DraftTree], Law], pair: Pair, drafting: str, parents: tuple[int, ...]
+) -> float:
     """Largest difference between a text's probability under the method and under the target."""
     every = drafts(pair, drafting, parents)
     found = text_law(every, law(every.tree), pair.target, pair.length)
     return (found - model_law(pair.target, pair.length)).abs().max().item()
 
 
-def mean_length(law: Callable[[DraftTree], Law], pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
+def mean_length(
+    law: Callable[[DraftTree], Law], pair: Pair, drafting: str, parents: tuple[int, ...]
+) -> float:
     """Expected accepted tokens, without the extra one, exactly."""
     every = drafts(pair, drafting, parents)
     depth = torch.tensor(depths(parents), dtype=torch.float64)
@@ -162,7 +182,9 @@ def _continued(mass: Tensor, rows: Tensor, length: int) -> Tensor:
     vocabulary, start = rows.shape[1], 0
     for depth in range(length):
         stop = start + vocabulary**depth
-        mass[stop : stop + vocabulary ** (depth + 1)] += (mass[start:stop, None] * rows[start:stop]).flatten()
+        mass[stop : stop + vocabulary ** (depth + 1)] += (
+            mass[start:stop, None] * rows[start:stop]
+        ).flatten()
         start = stop
     return mass[start:]
 
@@ -180,14 +202,19 @@ def _distinct(row: Tensor, earlier: list[Tensor], last: bool) -> Tensor:
 
 
 def _greedy(row: Tensor, earlier: list[Tensor], last: bool) -> Tensor:
-    """The tokens of largest probability, then one sample of the rest; a fixed child of probability 0 is absent."""
+    """The tokens of largest probability, then one sample of the rest; a fixed child of probability
+    0 is absent.
+    """
     left = _distinct(row, earlier, last)
     if last:
         return left
-    return torch.nn.functional.one_hot(left.argmax(-1), row.shape[1]).double() * (left.sum(-1, keepdim=True) > 0)
+    return torch.nn.functional.one_hot(left.argmax(-1), row.shape[1]).double() * (
+        left.sum(-1, keepdim=True) > 0
+    )
 
 
-# the rows that the next child is drawn from: (draft rows [B, V], earlier siblings' tokens, is it the last child)
+# the rows that the next child is drawn from: (draft rows [B, V], earlier siblings' tokens, is it
+# the last child)
 _CHILD = {
     "chain": _sampled,
     "paths": _sampled,

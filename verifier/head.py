@@ -1,8 +1,10 @@
-"""The learned weight of DIVERSED (arXiv 2604.07622, section 3): features of one context -> the draft's share there.
+"""The learned weight of DIVERSED (arXiv 2604.07622, section 3): features of one context -> the
+draft's share there.
 
-The paper's head is one linear map of concat(draft last hidden, target last hidden) to two numbers and a softmax.
-Only the difference of its two rows matters, so it is a logistic gate: weight = sigmoid(w . x + b). It starts at
-weight 1/2 everywhere. `weight` is the DRAFT's share of the blend; the paper writes the target's, one minus ours.
+The paper's head is one linear map of concat(draft last hidden, target last hidden) to two numbers
+and a softmax. Only the difference of its two rows matters, so it is a logistic gate: weight =
+sigmoid(w . x + b). It starts at weight 1/2 everywhere. `weight` is the DRAFT's share of the blend;
+the paper writes the target's, one minus ours.
 
 `features` says what the gate sees:
     hidden  the last hidden states (after the final norm) of draft and target at the context, as in the paper
@@ -70,17 +72,25 @@ class WeightHead(nn.Module):
     draft_hidden, target_hidden: hidden sizes of the two models; unused with features="logits".
     width:       size of one hidden layer (GELU), 0 for the paper's linear gate.
 
-    The buffers `mean` and `std` [F] standardise the inputs; `standardise` fits them to data before training.
+    The buffers `mean` and `std` [F] standardise the inputs; `standardise` fits them to data before
+    training.
     """
 
-    def __init__(self, features: str = "hidden", draft_hidden: int = 0, target_hidden: int = 0, width: int = 0):
+    def __init__(
+        self,
+        features: str = "hidden",
+        draft_hidden: int = 0,
+        target_hidden: int = 0,
+        width: int = 0,
+    ):
         super().__init__()
         if features not in KINDS:
             raise ValueError(f"`features` must be one of {', '.join(KINDS)}, got {features!r}")
         if features != "logits" and (draft_hidden < 1 or target_hidden < 1):
             raise ValueError(
-                f"`features` {features!r} needs the hidden sizes of both models, got draft_hidden={draft_hidden} and "
-                f"target_hidden={target_hidden}; use features='logits' where hidden states are not available"
+                f"`features` {features!r} needs the hidden sizes of both models, got"
+                f" draft_hidden={draft_hidden} and target_hidden={target_hidden}; use"
+                " features='logits' where hidden states are not available"
             )
         self.features = features
         self.draft_hidden, self.target_hidden, self.width = draft_hidden, target_hidden, width
@@ -110,25 +120,34 @@ class WeightHead(nn.Module):
         """The gate's logit [...]; its sigmoid is the draft's share.
 
         logits: [..., 12] from `logit_features`, needed unless features == "hidden".
-        hidden: [..., H_draft + H_target] last hidden states, draft first, needed unless features == "logits".
+        hidden: [..., H_draft + H_target] last hidden states, draft first, needed unless features ==
+            "logits".
         """
         parts = ([hidden] if self.needs_hidden else []) + ([logits] if self.needs_logits else [])
         if any(part is None for part in parts):
-            raise ValueError(f"a head with features {self.features!r} was called without them; give it both")
+            raise ValueError(
+                f"a head with features {self.features!r} was called without them; give it both"
+            )
         inputs = torch.cat([part.to(self.mean.dtype) for part in parts], dim=-1)
         return self.net((inputs - self.mean) / self.std).squeeze(-1)
 
-    def weight(self, draft: Tensor, target: Tensor, hidden: Tensor | None = None, bias: float = 0.0) -> Tensor:
-        """The draft's share [...] at each context; `bias` is added to the gate's logit, one knob without retraining.
+    def weight(
+        self, draft: Tensor, target: Tensor, hidden: Tensor | None = None, bias: float = 0.0
+    ) -> Tensor:
+        """The draft's share [...] at each context; `bias` is added to the gate's logit, one knob
+        without retraining.
 
-        draft, target: [..., V] rows; hidden: [..., H_draft + H_target] or None for features="logits".
+        draft, target: [..., V] rows; hidden: [..., H_draft + H_target] or None for
+            features="logits".
         """
         logits = logit_features(draft, target) if self.needs_logits else None
         return torch.sigmoid(self(logits, hidden) + bias)
 
     @torch.no_grad()
     def standardise(self, logits: Tensor | None, hidden: Tensor | None) -> None:
-        """Fit `mean` and `std` to the given inputs, [X, 12] and [X, H_draft + H_target] (either may be unused)."""
+        """Fit `mean` and `std` to the given inputs, [X, 12] and [X, H_draft + H_target] (either may
+        be unused).
+        """
         parts = ([hidden] if self.needs_hidden else []) + ([logits] if self.needs_logits else [])
         inputs = torch.cat([part.float() for part in parts], dim=-1)
         self.mean.copy_(inputs.mean(0))

@@ -1,10 +1,12 @@
-"""The shared words: a draft tree, the law a verification method states about it, and one draw from that law.
+"""The shared words: a draft tree, the law a verification method states about it, and one draw from
+that law.
 
-A verification method is one pure function `law(tree) -> Law`. A chain, K paths and a tree are the same type,
-`DraftTree`; one sampler, `draw`, serves every method, and its random numbers are an argument.
+A verification method is one pure function `law(tree) -> Law`. A chain, K paths and a tree are the
+same type, `DraftTree`; one sampler, `draw`, serves every method, and its random numbers are an
+argument.
 
-Axis letters, here and in every docstring of the project: B requests, N nodes of a draft tree, V vocabulary,
-L draft length (depth), K paths, M children per node, T text positions, H hidden size.
+Axis letters, here and in every docstring of the project: B requests, N nodes of a draft tree, V
+vocabulary, L draft length (depth), K paths, M children per node, T text positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ class DraftTree:
     target:  [B, N, V] probabilities of the target model at each node; all-zero rows where the target was not run.
     pruned:  [B, N] bool or None; nodes that were drafted but whose target row was never computed.
 
-    K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge them.
-    A pruned node keeps its token as a mark, because the draw happened and the law must know its outcome: its mass is
-    emitted as an extra token at its parent. To mark it absent (-1) instead would bias the text. Which nodes go may
-    depend on any drawn token except those below the node itself. `validate` sets `pruned` for drafted nodes whose
-    target row is all zeros.
+    K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge
+    them. A pruned node keeps its token as a mark, because the draw happened and the law must know
+    its outcome: its mass is emitted as an extra token at its parent. To mark it absent (-1) instead
+    would bias the text. Which nodes go may depend on any drawn token except those below the node
+    itself. `validate` sets `pruned` for drafted nodes whose target row is all zeros.
     """
 
     tokens: Tensor
@@ -64,7 +66,9 @@ class Verdict:
 
 
 def draw(law: Law, uniform: Tensor) -> Verdict:
-    """The verdict that `uniform` [B, 2] in [0, 1) selects: first the stopping node, then the extra token."""
+    """The verdict that `uniform` [B, 2] in [0, 1) selects: first the stopping node, then the extra
+    token.
+    """
     node = inverse_cdf(law.stop, uniform[:, :1]).squeeze(-1)
     rows = law.next[torch.arange(len(node), device=node.device), node]
     return Verdict(node=node, token=inverse_cdf(rows, uniform[:, 1:]).squeeze(-1))
@@ -76,7 +80,8 @@ def expected_length(law: Law, parents: tuple[int, ...]) -> Tensor:
 
 
 def validate(tree: DraftTree) -> DraftTree:
-    """The tree itself if its shapes and rows are sound, else ValueError; drafted nodes without a target row are pruned.
+    """The tree itself if its shapes and rows are sound, else ValueError; drafted nodes without a
+    target row are pruned.
 
     Reads every row twice (its sum, its minimum) and waits for the device once.
     """
@@ -103,7 +108,10 @@ def validate(tree: DraftTree) -> DraftTree:
 
 
 _SENTENCES = [
-    "`tokens` must lie in 0..V-1, or be -1 for an absent child, got others below the root; check the vocabulary",
+    (
+        "`tokens` must lie in 0..V-1, or be -1 for an absent child, got others below the root;"
+        " check the vocabulary"
+    ),
     "`target` must hold probabilities, got NaN or infinite entries; look at the model's logits",
     "`target` must hold probabilities, got negative entries; if these are logits, apply a softmax",
     "`target` must hold rows that sum to 1 or are all zero, got other sums; renormalise the rows",
@@ -123,22 +131,30 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:
-    """Indices [..., M] that `uniform` [..., M] in [0, 1) selects from `rows` [..., X], which need not be normalised.
+    """Indices [..., M] that `uniform` [..., M] in [0, 1) selects from `rows` [..., X], which need
+    not be normalised.
 
-    The first index whose cumulative sum exceeds uniform times the total; never one of probability zero, because the
-    comparison is strict and the threshold stays below the total however it rounds. Sums are float64: a float32 sum over
-    a vocabulary of 100,000 is off by more than its rarest tokens' probability.
+    The first index whose cumulative sum exceeds uniform times the total; never one of probability
+    zero, because the comparison is strict and the threshold stays below the total however it
+    rounds. Sums are float64: a float32 sum over a vocabulary of 100,000 is off by more than its
+    rarest tokens' probability.
     """
     cumulative = rows.double().cumsum(-1)
     total = cumulative[..., -1:]
-    threshold = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold.contiguous(), right=True).clamp_max(rows.shape[-1] - 1)
+    threshold = torch.minimum(
+        uniform.double() * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    return torch.searchsorted(cumulative, threshold.contiguous(), right=True).clamp_max(
+        rows.shape[-1] - 1
+    )
 
 
 def _validate_shapes(tree: DraftTree) -> None:
     shape = tuple(tree.target.shape)
     if len(shape) != 3:
-        raise ValueError(f"`target` must be [B, N, V], got {list(shape)}; a single row is [1, 1, V]")
+        raise ValueError(
+            f"`target` must be [B, N, V], got {list(shape)}; a single row is [1, 1, V]"
+        )
     if tuple(tree.draft.shape) != shape:
         raise ValueError(
             f"`draft` must be [B, N, V] like `target` {list(shape)}, got {list(tree.draft.shape)}; "
@@ -146,17 +162,18 @@ def _validate_shapes(tree: DraftTree) -> None:
         )
     if tree.draft.dtype != tree.target.dtype or not tree.target.is_floating_point():
         raise ValueError(
-            f"`draft` and `target` must share one float dtype, got {tree.draft.dtype} and {tree.target.dtype}; cast one"
+            f"`draft` and `target` must share one float dtype, got {tree.draft.dtype} and"
+            f" {tree.target.dtype}; cast one"
         )
     if tuple(tree.tokens.shape) != shape[:2]:
         raise ValueError(
-            f"`tokens` must be [B, N] like `target` {list(shape[:2])}, got {list(tree.tokens.shape)}; "
-            "one token a node, the root's included"
+            f"`tokens` must be [B, N] like `target` {list(shape[:2])}, got"
+            f" {list(tree.tokens.shape)}; one token a node, the root's included"
         )
     parents = tree.parents
     sound = isinstance(parents, tuple) and len(parents) == shape[1] and parents[0] == -1
     if not sound or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
         raise ValueError(
-            f"`parents` must be a tuple of {shape[1]} ints, -1 first and then parents[i] < i, got {parents}; "
-            "number the nodes so that parents come first"
+            f"`parents` must be a tuple of {shape[1]} ints, -1 first and then parents[i] < i, got"
+            f" {parents}; number the nodes so that parents come first"
         )

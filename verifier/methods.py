@@ -1,4 +1,5 @@
-"""The verification methods: name -> Method. A new one is a plan (or a file) and one line in this dict.
+"""The verification methods: name -> Method. A new one is a plan (or a file) and one line in this
+dict.
 
 Tests, the evaluation and the benchmarks loop over METHODS and pick a new entry up by themselves.
 """
@@ -29,7 +30,8 @@ class Method:
     exact_for: all drafting laws it is exact for; a delayed tree counts as the law below its trunk.
     kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument; None where a method
                has none.
-    unchecked: the law without validation, which waits for no device; for loops whose rows are known to be sound.
+    unchecked: the law without validation, which waits for no device; for loops whose rows are known
+        to be sound.
     """
 
     law: Callable[[DraftTree], Law]
@@ -52,8 +54,8 @@ class Method:
         _known("drafting law", drafting, DRAFTINGS)
         if drafting not in self.exact_for:
             raise ValueError(
-                f"`drafting` must be one this method is exact for ({', '.join(self.exact_for)}), got {drafting}; "
-                "another pair would change the law of the text"
+                f"`drafting` must be one this method is exact for ({', '.join(self.exact_for)}),"
+                f" got {drafting}; another pair would change the law of the text"
             )
 
 
@@ -69,9 +71,14 @@ def _imported(name: str) -> Method:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"method {name!r} must be package.module:NAME, got an import that fails: {error}") from None
+        raise ValueError(
+            f"method {name!r} must be package.module:NAME, got an import that fails: {error}"
+        ) from None
     if not isinstance(found, Method):
-        raise ValueError(f"method {name!r} must name a verifier.Method, got {type(found).__name__}; wrap it in Method")
+        raise ValueError(
+            f"method {name!r} must name a verifier.Method, got {type(found).__name__}; wrap it in"
+            " Method"
+        )
     return found
 
 
@@ -84,7 +91,9 @@ def _known(what: str, name: str, names) -> str:
 
 
 def _in_single_precision(law: Callable[[DraftTree], Law], tree: DraftTree) -> Law:
-    """Half-precision rows are computed in float32, scaled to sum to 1, and the law is returned in their dtype."""
+    """Half-precision rows are computed in float32, scaled to sum to 1, and the law is returned in
+    their dtype.
+    """
     dtype = tree.target.dtype
     if dtype.itemsize > 2:
         return law(tree)
@@ -109,10 +118,18 @@ def _kernel(name: str) -> Callable:
 
 METHODS: dict[str, Method] = {
     "token": Method(top_down(plans.rejection), "chain", kernel=_kernel("token")),
-    "block": Method(conditional(plans.rejection, ahead=plans.chain_masses), "chain", kernel=_kernel("block")),
+    "block": Method(
+        conditional(plans.rejection, ahead=plans.chain_masses), "chain", kernel=_kernel("block")
+    ),
     "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
-    "specinfer": Method(top_down(plans.with_replacement, merge=True), "paths", ("paths", "with_replacement", "chain")),
-    "kseq": Method(top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")),
+    "specinfer": Method(
+        top_down(plans.with_replacement, merge=True),
+        "paths",
+        ("paths", "with_replacement", "chain"),
+    ),
+    "kseq": Method(
+        top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")
+    ),
     "rrsw": Method(
         top_down(plans.without_replacement, merge=True),
         "without_replacement",
@@ -126,7 +143,12 @@ METHODS: dict[str, Method] = {
         kernel=_kernel("traversal"),
     ),
     "greedy_tree": Method(
-        top_down(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("greedy_tree")
+        top_down(plans.greedy_transport),
+        "greedy",
+        ("greedy", "chain"),
+        kernel=_kernel("greedy_tree"),
     ),
-    "univer": Method(conditional(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("univer")),
+    "univer": Method(
+        conditional(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("univer")
+    ),
 }

@@ -1,4 +1,5 @@
-"""Relaxed targets: (target, draft, context) -> a new target row; every method is then exact for that row.
+"""Relaxed targets: (target, draft, context) -> a new target row; every method is then exact for
+that row.
 
     none              the target's own row
     ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers write 1 - w)
@@ -10,28 +11,32 @@
     cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the target
     typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread by the target
 
-`;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the paper's code does.
-After any of them `;bias=0.5` (added to the logit of the weight, where the weight is computed: the gate's logit, or
-the ensemble's constant; rules without a weight have none to shift) and `;budget=3` (expected substitutions per text).
+`;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the
+paper's code does. After any of them `;bias=0.5` (added to the logit of the weight, where the weight
+is computed: the gate's logit, or the ensemble's constant; rules without a weight have none to
+shift) and `;budget=3` (expected substitutions per text).
 
-The weight of a node depends on that node's context only, never on which siblings were drawn. Where the draft was not
-run (an all-zero row: a leaf) the target's row stays; a caller that runs the draft on leaves relaxes them by giving
-their rows.
+The weight of a node depends on that node's context only, never on which siblings were drawn. Where
+the draft was not run (an all-zero row: a leaf) the target's row stays; a caller that runs the draft
+on leaves relaxes them by giving their rows.
 
-Substitutions and the budget. Couple every committed token maximally with the target's own choice in the same context:
-they differ with probability TV(target row, relaxed row), which for a blend is w TV(target, draft). The sum over the
-committed steps is the expected number of *substitutions* in the text, and it bounds the text's distance:
+Substitutions and the budget. Couple every committed token maximally with the target's own choice in
+the same context: they differ with probability TV(target row, relaxed row), which for a blend is w
+TV(target, draft). The sum over the committed steps is the expected number of *substitutions* in the
+text, and it bounds the text's distance:
 
-    TV(law of the text, law of the target's text) <= E[sum over steps of TV(target row, relaxed row)].
+    TV(law of the text, law of the target's text) <= E[sum over steps of TV(target row, relaxed
+    row)].
 
-Proof. Draw both texts step by step; while they agree, the next pair of tokens comes from the maximal coupling of the
-relaxed row and the target's row at their common context, so they part at that step with probability TV of the two rows
-there. P(texts differ) is at most the expected sum of these over the steps, taken along the relaxed text. The relaxed
-row may depend on the whole past, block boundaries included, because the bound conditions on it; so it holds for a
-weight that is set to 0 by a budget, and a row that keeps the target's costs 0. With `budget=b`, every row from the
-root of a block to the stopping node is charged, and a node whose charge would make the sum along its path pass b keeps
-the target's row. The sum is then at most b on every text, hence TV <= b, and so is the expected number of
-substitutions.
+Proof. Draw both texts step by step; while they agree, the next pair of tokens comes from the
+maximal coupling of the relaxed row and the target's row at their common context, so they part at
+that step with probability TV of the two rows there. P(texts differ) is at most the expected sum of
+these over the steps, taken along the relaxed text. The relaxed row may depend on the whole past,
+block boundaries included, because the bound conditions on it; so it holds for a weight that is set
+to 0 by a budget, and a row that keeps the target's costs 0. With `budget=b`, every row from the
+root of a block to the stopping node is charged, and a node whose charge would make the sum along
+its path pass b keeps the target's row. The sum is then at most b on every text, hence TV <= b, and
+so is the expected number of substitutions.
 """
 
 from __future__ import annotations
@@ -71,7 +76,9 @@ class Relaxation:
 
     @property
     def constant(self) -> float | None:
-        """The draft's share where it is the same at every node, its logit shifted by the bias; None elsewhere."""
+        """The draft's share where it is the same at every node, its logit shifted by the bias; None
+        elsewhere.
+        """
         if self.name == "none":
             return 0.0
         if self.name != "ensemble":
@@ -89,23 +96,34 @@ def relax(
 ) -> DraftTree:
     """The tree with relaxed target rows.
 
-    weight: [B, N] the draft's share at each node, bias included; needed for "learned" and only there.
+    weight: [B, N] the draft's share at each node, bias included; needed for "learned" and only
+        there.
     spent:  [B] substitutions already charged to each request, for the budget; none if not given.
     """
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
     if (rule.name == "learned") != (weight is not None):
-        wanted = "`weight` [B, N] from its gate" if rule.name == "learned" else "no `weight`, it computes its own rows"
-        raise ValueError(f"relaxation {rule.name} needs {wanted}; got {'none' if weight is None else 'one'}")
+        wanted = (
+            "`weight` [B, N] from its gate"
+            if rule.name == "learned"
+            else "no `weight`, it computes its own rows"
+        )
+        raise ValueError(
+            f"relaxation {rule.name} needs {wanted}; got {'none' if weight is None else 'one'}"
+        )
     if weight is not None and weight.shape != tree.tokens.shape:
         raise ValueError(
-            f"`weight` must be [B, N] like `tokens` {list(tree.tokens.shape)}, got {list(weight.shape)}; "
-            "one share a node"
+            f"`weight` must be [B, N] like `tokens` {list(tree.tokens.shape)}, got"
+            f" {list(weight.shape)}; one share a node"
         )
     if rule.name == "none":
         return tree
     drafted = tree.draft.amax(-1) > 0
     if rule.name in ("ensemble", "learned"):
-        share = torch.full_like(tree.target[..., 0], rule.constant) if weight is None else weight.to(tree.target.dtype)
+        share = (
+            torch.full_like(tree.target[..., 0], rule.constant)
+            if weight is None
+            else weight.to(tree.target.dtype)
+        )
         share = torch.where(drafted, share, 0)
         if rule.blend == "logits":
             rows = geometric_rows(tree.target, tree.draft, share.unsqueeze(-1))
@@ -115,11 +133,17 @@ def relax(
             share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
         return replace(tree, target=torch.lerp(tree.target, tree.draft, share.unsqueeze(-1)))
     wide = torch.promote_types(tree.target.dtype, torch.float32)
-    rows = RULES[rule.name].rows(tree.target.to(wide), tree.draft.to(wide), *rule.parameters).to(tree.target.dtype)
+    rows = (
+        RULES[rule.name]
+        .rows(tree.target.to(wide), tree.draft.to(wide), *rule.parameters)
+        .to(tree.target.dtype)
+    )
     return _within_budget(tree, rows, drafted, rule, spent)
 
 
-def _within_budget(tree: DraftTree, rows: Tensor, keep: Tensor, rule: Relaxation, spent: Tensor | None) -> DraftTree:
+def _within_budget(
+    tree: DraftTree, rows: Tensor, keep: Tensor, rule: Relaxation, spent: Tensor | None
+) -> DraftTree:
     """The tree with `rows` [B, N, V] as target where `keep` [B, N] and the budget allow it."""
     if rule.budget is not None:
         cost = torch.where(keep, _distance(tree.target, rows), 0)
@@ -128,7 +152,9 @@ def _within_budget(tree: DraftTree, rows: Tensor, keep: Tensor, rule: Relaxation
 
 
 def substitutions(tree: DraftTree, relaxed: DraftTree) -> Tensor:
-    """[B, N] expected substitutions of the token that follows each node: TV(target row, relaxed row)."""
+    """[B, N] expected substitutions of the token that follows each node: TV(target row, relaxed
+    row).
+    """
     if relaxed.target is tree.target:  # not relaxed: no pass over the rows is needed to know it
         return torch.zeros_like(tree.tokens, dtype=torch.float64)
     return _distance(tree.target, relaxed.target)
@@ -151,17 +177,25 @@ def parse(text: str) -> Relaxation:
         key, equals, value = (part.strip() for part in option.partition("="))
         if key not in ("bias", "budget", "blend") or not equals or key in chosen:
             raise ValueError(
-                f"relaxation {text!r}: after `;` comes bias=NUMBER, budget=NUMBER or blend=logits, once each; "
-                f"got {option!r}"
+                f"relaxation {text!r}: after `;` comes bias=NUMBER, budget=NUMBER or blend=logits,"
+                f" once each; got {option!r}"
             )
         chosen[key] = value if key == "blend" else _number(text, key, value)
     if chosen.get("blend", "logits") not in ("logits", "probabilities"):
-        raise ValueError(f"relaxation {text!r}: blend must be probabilities or logits, got {chosen['blend']}")
+        raise ValueError(
+            f"relaxation {text!r}: blend must be probabilities or logits, got {chosen['blend']}"
+        )
     if chosen.get("budget", 0) < 0:
-        raise ValueError(f"relaxation {text!r}: budget must be at least 0 substitutions, got {chosen['budget']:g}")
+        raise ValueError(
+            f"relaxation {text!r}: budget must be at least 0 substitutions, got"
+            f" {chosen['budget']:g}"
+        )
     rule = replace(_head(text, head), **chosen)
     if rule.blend == "logits" and rule.name not in ("ensemble", "learned"):
-        raise ValueError(f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out blend=logits")
+        raise ValueError(
+            f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out"
+            " blend=logits"
+        )
     return rule
 
 
@@ -172,11 +206,15 @@ def ensemble_rows(target: Tensor, draft: Tensor, weight: float) -> Tensor:
 
 def geometric_rows(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """target^(1-w) draft^w, normalised; weight [..., 1]. A probability below 1e-30 counts as 1e-30."""
-    return torch.lerp(target.clamp_min(1e-30).log(), draft.clamp_min(1e-30).log(), weight).softmax(-1)
+    return torch.lerp(target.clamp_min(1e-30).log(), draft.clamp_min(1e-30).log(), weight).softmax(
+        -1
+    )
 
 
 def lenient_rows(target: Tensor, draft: Tensor, leniency: float) -> Tensor:
-    """m + (1 - sum m) norm(max(target - draft, 0)) with m = min(draft, target / leniency): the lossy rule as a row."""
+    """m + (1 - sum m) norm(max(target - draft, 0)) with m = min(draft, target / leniency): the
+    lossy rule as a row.
+    """
     kept = torch.minimum(draft, target / leniency)
     missing = (target - draft).clamp_min_(0)
     total = missing.sum(-1, keepdim=True)
@@ -202,19 +240,25 @@ def cascade_chow_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
 
 
 def cascade_token_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
-    """draft on tokens with target >= (1 - alpha) max target, plus target times the draft's mass on all others."""
+    """draft on tokens with target >= (1 - alpha) max target, plus target times the draft's mass on
+    all others.
+    """
     return _accepted_on(target >= (1 - alpha) * target.amax(-1, keepdim=True), target, draft)
 
 
 def typical_rows(target: Tensor, draft: Tensor, epsilon: float, delta: float) -> Tensor:
-    """draft where target >= min(epsilon, delta exp(-entropy)), plus target times the rest (Medusa's rule)."""
+    """draft where target >= min(epsilon, delta exp(-entropy)), plus target times the rest (Medusa's
+    rule).
+    """
     entropy = -torch.xlogy(target, target).sum(-1, keepdim=True)
     return _accepted_on(target >= (delta * torch.exp(-entropy)).clamp(max=epsilon), target, draft)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """rows(target, draft, *parameters) -> relaxed rows; ranges: (name, low, high, low allowed) of each parameter."""
+    """rows(target, draft, *parameters) -> relaxed rows; ranges: (name, low, high, low allowed) of
+    each parameter.
+    """
 
     rows: Callable[..., Tensor]
     ranges: tuple[tuple[str, float, float, bool], ...]
@@ -242,9 +286,14 @@ def _head(text: str, head: str) -> Relaxation:
         ranges = RULES[name].ranges
         if len(values) != len(ranges):
             shape = name + (":" + ",".join(label.upper() for label, *_ in ranges) if ranges else "")
-            raise ValueError(f"relaxation {text!r} must be written {shape}, got {len(values)} numbers")
+            raise ValueError(
+                f"relaxation {text!r} must be written {shape}, got {len(values)} numbers"
+            )
         return Relaxation(
-            name, tuple(_within(text, value, *limits) for value, limits in zip(values, ranges, strict=True))
+            name,
+            tuple(
+                _within(text, value, *limits) for value, limits in zip(values, ranges, strict=True)
+            ),
         )
     if head == "learned":
         return Relaxation("learned")
@@ -255,7 +304,9 @@ def _head(text: str, head: str) -> Relaxation:
     known = [*RULES, "learned"]
     near = get_close_matches(name, known, 1, 0.5)
     known = f"known are {', '.join(known)}, a bundle folder and package.module:NAME"
-    raise ValueError(f"unknown relaxation {text!r}; {f'did you mean {near[0]}?' if near else known}")
+    raise ValueError(
+        f"unknown relaxation {text!r}; {f'did you mean {near[0]}?' if near else known}"
+    )
 
 
 def _within(text: str, value: str, label: str, low: float, high: float, closed: bool) -> float:
@@ -263,7 +314,8 @@ def _within(text: str, value: str, label: str, low: float, high: float, closed: 
     if not (low <= number <= high) or (number == low and not closed):
         end = "inf)" if high == math.inf else f"{high:g}]"
         raise ValueError(
-            f"relaxation {text!r}: {label} must lie in {'[' if closed else '('}{low:g}, {end}, got {value}"
+            f"relaxation {text!r}: {label} must lie in {'[' if closed else '('}{low:g}, {end}, got"
+            f" {value}"
         )
     return number
 
@@ -278,11 +330,15 @@ def _number(text: str, label: str, value: str) -> float:
     return number
 
 
-def _affordable(cost: Tensor, parents: tuple[int, ...], budget: float, spent: Tensor | None) -> Tensor:
-    """[B, N] bool: True where a node costs something and the sum along its path, itself included, stays in the budget.
+def _affordable(
+    cost: Tensor, parents: tuple[int, ...], budget: float, spent: Tensor | None
+) -> Tensor:
+    """[B, N] bool: True where a node costs something and the sum along its path, itself included,
+    stays in the budget.
 
-    A node that is denied costs nothing, so its descendants may still be relaxed. A node that costs nothing keeps the
-    target's row bit for bit; so a budget of 0 gives the very text of exact decoding.
+    A node that is denied costs nothing, so its descendants may still be relaxed. A node that costs
+    nothing keeps the target's row bit for bit; so a budget of 0 gives the very text of exact
+    decoding.
     """
     start = torch.zeros_like(cost[:, 0]) if spent is None else spent.to(cost)
     used = start.unsqueeze(-1).expand_as(cost).clone()
@@ -308,7 +364,12 @@ def _distance(first: Tensor, second: Tensor) -> Tensor:
 def _levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """(nodes, their parents) of every level, sent to the device once; the root is its own parent."""
     depth = depths(parents)
-    levels = [[node for node in range(len(parents)) if depth[node] == level] for level in range(max(depth) + 1)]
+    levels = [
+        [node for node in range(len(parents)) if depth[node] == level]
+        for level in range(max(depth) + 1)
+    ]
     above = [[max(parents[node], 0) for node in nodes] for nodes in levels]
     with torch.inference_mode(False):  # gradients may go through later rows
-        return [tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)]
+        return [
+            tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)
+        ]

@@ -1,16 +1,20 @@
-"""Verification on the GPU, from logits to the verdict, without a row of probabilities in memory (Triton).
+"""Verification on the GPU, from logits to the verdict, without a row of probabilities in memory
+(Triton).
 
     verify(method, target, draft, ...) == draw(law(relaxed tree), uniform)
 
-for the rows `runtime.sampling.probabilities` makes of the same logits, unless a uniform lies within 1e-6 of a step of
-the cumulative sums. Where the 1e-6 comes from: float32 gives every entry of a row a relative error of some 3e-7 (exp2
-to 2 ulp, a tree sum for the normaliser), and as such errors are spread over a row, masses that are sums of entries err
-by less than that. At a temperature other than 1 `probabilities` itself rounds the quotient of logit and temperature, by
-6e-8 of its size; the kernel scales the difference to the largest logit, and so stays nearer to the exact row.
+for the rows `runtime.sampling.probabilities` makes of the same logits, unless a uniform lies within
+1e-6 of a step of the cumulative sums. Where the 1e-6 comes from: float32 gives every entry of a row
+a relative error of some 3e-7 (exp2 to 2 ulp, a tree sum for the normaliser), and as such errors are
+spread over a row, masses that are sums of entries err by less than that. At a temperature other
+than 1 `probabilities` itself rounds the quotient of logit and temperature, by 6e-8 of its size; the
+kernel scales the difference to the largest logit, and so stays nearer to the exact row.
 
-Softmax, blending, verification and the draw are fused; every kernel's docstring counts its passes over V. Random
-numbers are arguments, a pure function of (seed, request, position), so ranks that hold the same logits agree.
-GBV, SpecInfer and K-SEQ have no kernel: a sort of every row, a root search over it; they stay torch operations.
+Softmax, blending, verification and the draw are fused; every kernel's docstring counts its passes
+over V. Random numbers are arguments, a pure function of (seed, request, position), so ranks that
+hold the same logits agree.
+GBV, SpecInfer and K-SEQ have no kernel: a sort of every row, a root search over it; they stay torch
+    operations.
 
 Importing this needs torch alone; triton is loaded by the first call.
 """
@@ -36,8 +40,9 @@ class Verified:
                    present node, a target row without a finite logit, a weight outside [0, 1], a token >= V. Look at it
                    where the verdict is read anyway, so that nothing else waits for the device.
     accepted:      [B] int64 accepted tokens, without the extra token; -1 as above.
-    substitutions: [B, N] float32, weight * TV(target, draft) at every node of the accepted path; it comes at no further
-                   pass, except for `token`, which reads nodes with a weight once more.
+    substitutions: [B, N] float32, weight * TV(target, draft) at every node of the accepted path; it
+                   comes at no further pass, except for `token`, which reads nodes with a weight
+                   once more.
     """
 
     verdict: Verdict
@@ -65,11 +70,22 @@ def verify(
     parents:     N ints, as in `DraftTree`.
     weight:      [B, N] the draft's share at every node, 0 for exact verification; 0 anyway where the draft was not run.
     uniform:     [B, 2] in [0, 1).
-    temperature: divides the logits; 0 takes the most likely token, the lowest id of a tie, at one more pass of torch.
-    target_cut, draft_cut: [B, N, 3] and [B, D, 3] from `cuts.cut`, for top-k, top-p and min-p; both or neither.
+    temperature: divides the logits; 0 takes the most likely token, the lowest id of a tie, at one
+        more pass of torch.
+    target_cut, draft_cut: [B, N, 3] and [B, D, 3] from `cuts.cut`, for top-k, top-p and min-p; both
+        or neither.
     """
     found = torch.ops.diversed.verify(
-        method, target, draft, tokens, list(parents), weight, uniform, temperature, target_cut, draft_cut
+        method,
+        target,
+        draft,
+        tokens,
+        list(parents),
+        weight,
+        uniform,
+        temperature,
+        target_cut,
+        draft_cut,
     )
     node, token, accepted, substitutions = found
     return Verified(Verdict(node, token), accepted, substitutions)
@@ -89,16 +105,29 @@ def _verify(
     draft_cut: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if find_spec("triton") is None:
-        raise ValueError("`kernel` needs triton, which is not installed; install triton, or use the method's law")
+        raise ValueError(
+            "`kernel` needs triton, which is not installed; install triton, or use the method's law"
+        )
     from . import run
 
     return run.run(
-        method, target, draft, tokens, tuple(parents), weight, uniform, temperature, target_cut, draft_cut
+        method,
+        target,
+        draft,
+        tokens,
+        tuple(parents),
+        weight,
+        uniform,
+        temperature,
+        target_cut,
+        draft_cut,
     )
 
 
 @_verify.register_fake
-def _shapes(method, target, draft, tokens, parents, weight, uniform, temperature, target_cut, draft_cut):
+def _shapes(
+    method, target, draft, tokens, parents, weight, uniform, temperature, target_cut, draft_cut
+):
     batch, nodes = target.shape[:2]
     verdict = [target.new_empty(batch, dtype=torch.int64) for _ in range(3)]
     return (*verdict, target.new_empty(batch, nodes, dtype=torch.float32))

@@ -1,4 +1,5 @@
-"""Token and block verification of a chain, from logits (laws: plans.rejection, top-down and conditional).
+"""Token and block verification of a chain, from logits (laws: plans.rejection, top-down and
+conditional).
 
     token    2 passes over V: `normalise` of all nodes, `residual` of the stopping node alone, for acceptance is a ratio
              of gathered entries. Nodes of the accepted path with a share of the draft are read too, for what they cost.
@@ -34,17 +35,60 @@ def block(call: Call) -> None:
 
 @kernel
 def start(
-    target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-    scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """ACCEPT of the child, in WANTED the ratio target / draft unclamped; EMIT and MASS of the node once reached."""
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    tokens,
+    weight,
+    shape,
+    parts,
+    state,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    CUT: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+):
+    """ACCEPT of the child, in WANTED the ratio target / draft unclamped; EMIT and MASS of the node
+    once reached.
+    """
     node = tl.program_id(0)
     if (node % N > 0) & (tl.load(tokens + node) < 0):
         return
     child, token, wanted, proposal, left = read_node(
-        target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-        scale, size, N, D, V, T, node, M, CUT, TILES,
-    )  # fmt: skip
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        tokens,
+        weight,
+        shape,
+        parts,
+        state,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        scale,
+        size,
+        N,
+        D,
+        V,
+        T,
+        node,
+        M,
+        CUT,
+        TILES,
+    )
     # a child of draft probability zero was not drawn from this row
     drawn = (token >= 0) & (proposal > 0)
     ratio = tl.where(drawn, wanted / proposal, 0.0)
@@ -68,8 +112,12 @@ def masses(state, size, N):
 
 
 @kernel
-def finish(tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr):
-    """EMIT and NULL of a node from its residual mass Z: in proportion Z : 1 - mass; all is emitted where both are 0."""
+def finish(
+    tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr
+):
+    """EMIT and NULL of a node from its residual mass Z: in proportion Z : 1 - mass; all is emitted
+    where both are 0.
+    """
     place = tl.program_id(0)
     n = tl.load(nodes + place % count)
     node = place // count * N + n

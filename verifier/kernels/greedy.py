@@ -56,18 +56,62 @@ def univer(call: Call) -> None:
 
 @kernel
 def start(
-    target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-    scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
-):  # fmt: skip
-    """STEP of the node, WANTED, PROPOSAL and MARK of its children; MASS, which all but the root wait for if COUPLED."""
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    tokens,
+    weight,
+    shape,
+    parts,
+    state,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    CUT: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    COUPLED: tl.constexpr,
+):
+    """STEP of the node, WANTED, PROPOSAL and MARK of its children; MASS, which all but the root
+    wait for if COUPLED.
+    """
     node = tl.program_id(0)
     n = node % N
     if (n > 0) & (tl.load(tokens + node) < 0):
         return
     child, token, wanted, proposal, left = read_node(
-        target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-        scale, size, N, D, V, T, node, M, CUT, TILES,
-    )  # fmt: skip
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        tokens,
+        weight,
+        shape,
+        parts,
+        state,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        scale,
+        size,
+        N,
+        D,
+        V,
+        T,
+        node,
+        M,
+        CUT,
+        TILES,
+    )
     lane = tl.arange(0, M)
     last = tl.load(shape + COUNT * N + n) - 1
     fixed = (lane < last) & (token >= 0)
@@ -79,16 +123,33 @@ def start(
     column = state + node // N * N + child
     tl.store(column + WANTED * size, wanted, child >= 0)
     tl.store(column + PROPOSAL * size, tl.where((lane == last) & apart, proposal, 0.0), child >= 0)
-    tl.store(column + MARK * size, tl.where(first_of_equals(taken, M), taken, -1).to(tl.float32), child >= 0)
+    tl.store(
+        column + MARK * size,
+        tl.where(first_of_equals(taken, M), taken, -1).to(tl.float32),
+        child >= 0,
+    )
     tl.store(state + STEP * size + node, tl.where(drawn, 1 / left, 0.0))
     tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
 
 
 @kernel
 def finish(
-    tokens, shape, state, sums, nodes, size, N, T, count, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr
+    tokens,
+    shape,
+    state,
+    sums,
+    nodes,
+    size,
+    N,
+    T,
+    count,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    COUPLED: tl.constexpr,
 ):
-    """ACCEPT of the children, EMIT and NULL of the node, from its residual off the children; MASS if COUPLED."""
+    """ACCEPT of the children, EMIT and NULL of the node, from its residual off the children; MASS
+    if COUPLED.
+    """
     place = tl.program_id(0)
     b, n = place // count, tl.load(nodes + place % count)
     node = b * N + n
@@ -121,7 +182,8 @@ def give_back(state, column, here, share, emit, null, size, node, COUPLED: tl.co
     """Store a node's plan: ACCEPT and, if COUPLED, MASS of its children; its own EMIT and NULL."""
     tl.store(column + ACCEPT * size, share, here)
     if COUPLED:
-        # summed from the right: the share left to the later children is lost in 1 - sum over the earlier ones
+        # summed from the right: the share left to the later children is lost in 1 - sum over the
+        # earlier ones
         later = tl.cumsum(share, 0, reverse=True) + (emit + null)
         tl.store(column + MASS * size, tl.where(later > 0, share / later, 0.0), here)
     tl.store(state + EMIT * size + node, emit)

@@ -1,7 +1,8 @@
 """One call of a kernel: inputs, scratch and sizes, and the launches that all methods share.
 
-Everything is sized by (B, N, D, V) and the tree's shape alone, nothing is read back and nothing is tuned at run time;
-so a call can be captured in a CUDA graph, after one call outside it that compiles and sends the shape to the device.
+Everything is sized by (B, N, D, V) and the tree's shape alone, nothing is read back and nothing is
+tuned at run time; so a call can be captured in a CUDA graph, after one call outside it that
+compiles and sends the shape to the device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from . import rows, tree
 
 
 class Call:
-    """One verification; the inputs are those of `kernels.verify`, float32 cuts and weights, float64 uniforms.
+    """One verification; the inputs are those of `kernels.verify`, float32 cuts and weights, float64
+    uniforms.
 
     state: [FIELDS, B, N] float32, zero at first: an absent node takes no part.
     parts: [5, B, N, T] float32, what `normalise` leaves.
@@ -62,7 +64,14 @@ class Call:
     def normalise(self, left_off: int) -> None:
         grid = (self.sizes[0] * self.tiles,)
         rows.normalise[grid](
-            *self.inputs, self.tokens, self.shape, self.parts, *self.layout, LEFT_OFF=left_off, **self.cut, **self.tiled
+            *self.inputs,
+            self.tokens,
+            self.shape,
+            self.parts,
+            *self.layout,
+            LEFT_OFF=left_off,
+            **self.cut,
+            **self.tiled,
         )
 
     def start(self, kernel: Any, **constants: bool) -> None:
@@ -73,29 +82,64 @@ class Call:
 
     def residual(self, nodes: Tensor, turn: int = 0, marked: int = 0, path: bool = False) -> None:
         rows.residual[(len(self.tokens) * len(nodes) * self.tiles,)](
-            *self.inputs, self.shape, self.state, self.sums, self.costs, nodes, self.stop, *self.layout,
-            len(nodes), turn, MARKED=marked > 0, PATH=path, **self.cut, **self.tiled,
-        )  # fmt: skip
+            *self.inputs,
+            self.shape,
+            self.state,
+            self.sums,
+            self.costs,
+            nodes,
+            self.stop,
+            *self.layout,
+            len(nodes),
+            turn,
+            MARKED=marked > 0,
+            PATH=path,
+            **self.cut,
+            **self.tiled,
+        )
 
     def finish(self, kernel: Any, nodes: Tensor, *numbers: int, **constants: bool) -> None:
         """One program a request and node of `nodes`, after their residual pass."""
         grid = (len(self.tokens) * len(nodes),)
         scratch = self.tokens, self.shape, self.state, self.sums, nodes
         sizes = *self.sizes, self.tiles, len(nodes)
-        kernel[grid](*scratch, *sizes, *numbers, **self.lanes, **self.children, **constants, num_warps=1)
+        kernel[grid](
+            *scratch, *sizes, *numbers, **self.lanes, **self.children, **constants, num_warps=1
+        )
 
     def walk(self, coupled: bool) -> None:
         nodes = _power(self.sizes[1])
         tree.walk[(len(self.tokens),)](
-            self.state, self.tokens, self.weight, self.shape, self.uniform, self.stop, self.accepted, *self.sizes,
-            self.layout[-2], COUPLED=coupled, NODES=nodes, num_warps=1 if nodes <= 64 else 4,
-        )  # fmt: skip
+            self.state,
+            self.tokens,
+            self.weight,
+            self.shape,
+            self.uniform,
+            self.stop,
+            self.accepted,
+            *self.sizes,
+            self.layout[-2],
+            COUPLED=coupled,
+            NODES=nodes,
+            num_warps=1 if nodes <= 64 else 4,
+        )
 
     def select(self, marked: int = 0) -> None:
         rows.select[(len(self.tokens),)](
-            *self.inputs, self.shape, self.parts, self.state, self.sums, self.uniform, self.stop, self.token,
-            *self.layout, MARKED=marked, **self.cut, **self.lanes, **self.tiled,
-        )  # fmt: skip
+            *self.inputs,
+            self.shape,
+            self.parts,
+            self.state,
+            self.sums,
+            self.uniform,
+            self.stop,
+            self.token,
+            *self.layout,
+            MARKED=marked,
+            **self.cut,
+            **self.lanes,
+            **self.tiled,
+        )
 
 
 def tile_size(vocabulary: int) -> int:

@@ -1,16 +1,17 @@
 """Recursive rejection of distinct children, from logits (law: plans.without_replacement).
 
-After some children the residual off the children is max(mass v - step q, 0) with one number `step` that each of them
-made larger; so a turn costs one pass and writes no row. At the children, where the shrinking row differs from q by more
-than a factor, the wanted mass is kept as numbers (WANTED).
+After some children the residual off the children is max(mass v - step q, 0) with one number `step`
+that each of them made larger; so a turn costs one pass and writes no row. At the children, where
+the shrinking row differs from q by more than a factor, the wanted mass is kept as numbers (WANTED).
 
     rrsw         1 + M passes over V of a node with M children, 1 of a leaf: `normalise`, which also sums the draft's
                  row off the children, and `residual` once a child, for all nodes at once.
     traversal    the same passes, level by level, because the mass of a child is known once its parent is done.
 
-Siblings are taken as they are: equal prefixes of K i.i.d. paths are not merged as the laws merge them, a sibling that
-repeats an earlier one is skipped. That is exact for the target too, and accepts no more than the law does; on distinct
-siblings, which drawing without replacement gives, kernel and law are the same.
+Siblings are taken as they are: equal prefixes of K i.i.d. paths are not merged as the laws merge
+them, a sibling that repeats an earlier one is skipped. That is exact for the target too, and
+accepts no more than the law does; on distinct siblings, which drawing without replacement gives,
+kernel and law are the same.
 """
 
 from __future__ import annotations
@@ -71,31 +72,92 @@ def _turns(call: Call, nodes: Tensor, most: int, coupled: bool) -> None:
 
 @kernel
 def start(
-    target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-    scale, size, N, D, V, T, CUT: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
-):  # fmt: skip
-    """WANTED, PROPOSAL and MARK of the children; MASS of the node, which all but the root wait for if COUPLED."""
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    tokens,
+    weight,
+    shape,
+    parts,
+    state,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    CUT: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    COUPLED: tl.constexpr,
+):
+    """WANTED, PROPOSAL and MARK of the children; MASS of the node, which all but the root wait for
+    if COUPLED.
+    """
     node = tl.program_id(0)
     n = node % N
     if (n > 0) & (tl.load(tokens + node) < 0):
         return
     child, token, wanted, proposal, left = read_node(
-        target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-        scale, size, N, D, V, T, node, M, CUT, TILES,
-    )  # fmt: skip
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        tokens,
+        weight,
+        shape,
+        parts,
+        state,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        scale,
+        size,
+        N,
+        D,
+        V,
+        T,
+        node,
+        M,
+        CUT,
+        TILES,
+    )
     column = state + node // N * N + child
     tl.store(column + WANTED * size, wanted, child >= 0)
     tl.store(column + PROPOSAL * size, proposal, child >= 0)
-    tl.store(column + MARK * size, tl.where(first_of_equals(token, M), token, -1).to(tl.float32), child >= 0)
+    tl.store(
+        column + MARK * size,
+        tl.where(first_of_equals(token, M), token, -1).to(tl.float32),
+        child >= 0,
+    )
     tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
 
 
 @kernel
 def turn(
-    tokens, shape, state, sums, nodes, size, N, T, count, turn, TILES: tl.constexpr, M: tl.constexpr,
+    tokens,
+    shape,
+    state,
+    sums,
+    nodes,
+    size,
+    N,
+    T,
+    count,
+    turn,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
     COUPLED: tl.constexpr,
-):  # fmt: skip
-    """Settles child turn - 1 of a node with the residual mass of its pass, then tries child `turn` or gives back."""
+):
+    """Settles child turn - 1 of a node with the residual mass of its pass, then tries child `turn`
+    or gives back.
+    """
     place = tl.program_id(0)
     b, n = place // count, tl.load(nodes + place % count)
     node = b * N + n
@@ -110,7 +172,10 @@ def turn(
     proposal = tl.load(column + PROPOSAL * size, here, 0.0)
     distinct = tl.load(column + MARK * size, here, -1.0) >= 0
     mass = tl.load(at + MASS * size)
-    alpha, reach = tl.where(begun, tl.load(at + ALPHA * size), 1.0), tl.where(begun, tl.load(at + REACH * size), 1.0)
+    alpha, reach = (
+        tl.where(begun, tl.load(at + ALPHA * size), 1.0),
+        tl.where(begun, tl.load(at + REACH * size), 1.0),
+    )
     null = tl.where(begun, tl.load(at + NULL * size), 1 - mass)
 
     wanted = tl.load(column + WANTED * size, here, 0.0) * tl.where(begun, 1.0, mass)
@@ -135,7 +200,9 @@ def turn(
         offered = tl.sum(tl.where(mine & (token >= 0), proposal, 0.0), 0)
         left = tl.load(at + LEFT * size) + tl.sum(tl.where(distinct, proposal, 0.0), 0)
         left = tl.where(children == 1, 1.0, left)
-        accept = tl.where(offered > 0, alpha * tl.sum(tl.where(mine, wanted, 0.0), 0) * left / offered, 0.0)
+        accept = tl.where(
+            offered > 0, alpha * tl.sum(tl.where(mine, wanted, 0.0), 0) * left / offered, 0.0
+        )
         accept = tl.minimum(accept, 1.0)
         last = tl.where(offered > 0, quotient(1.0, left * alpha), 0.0)
         tl.store(column + ACCEPT * size, tl.where(mine, reach * accept, 0.0), mine)

@@ -1,14 +1,15 @@
 """What all kernels share: the passes over the vocabulary, and the draw of the extra token.
 
-A row is cut into T tiles of TILE tokens and every tile of every row is one program: a few rows fill a GPU, each program
-has all its loads in flight at once, and the partial results (20 bytes a tile) fit in one vector. Passes:
+A row is cut into T tiles of TILE tokens and every tile of every row is one program: a few rows fill
+a GPU, each program has all its loads in flight at once, and the partial results (20 bytes a tile)
+fit in one vector. Passes:
 
     normalise   reads both rows of every node once; per tile the largest logit and the sum of exp below it
     residual    reads both rows again; per tile the sum of max(mass v - step q, 0), with v = (1 - share) p + share q
     select      reads one tile of the one node that the verdict names
 
-Numbers of a node live in `state` [FIELDS, B, N] float32, those of a child in the column of the child. `shape`
-[CHILDREN + M, N] int32 describes the tree (`tree.py`).
+Numbers of a node live in `state` [FIELDS, B, N] float32, those of a child in the column of the
+child. `shape` [CHILDREN + M, N] int32 describes the tree (`tree.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# the rows' largest logit and 1 / (sum of exp); the draft's share; the draft's mass that siblings leave
+# the rows' largest logit and 1 / (sum of exp); the draft's share; the draft's mass that siblings
+# leave
 TOP_P, INV_P, TOP_Q, INV_Q, SHARE, LEFT = (tl.constexpr(field) for field in range(6))
-# of a node: arriving mass, what is subtracted of the draft's row, what the plan emits and gives back; for recursive.py
+# of a node: arriving mass, what is subtracted of the draft's row, what the plan emits and gives
+# back; for recursive.py
 MASS, STEP, EMIT, NULL, ALPHA, REACH, LAST = (tl.constexpr(field) for field in range(6, 13))
-# of a child, in its parent's rows: what is wanted, what the draft proposed, the plan's share, the token taken out or -1
+# of a child, in its parent's rows: what is wanted, what the draft proposed, the plan's share, the
+# token taken out or -1
 WANTED, PROPOSAL, ACCEPT, MARK = (tl.constexpr(field) for field in range(13, 17))
 FIELDS = 17
 
@@ -30,16 +34,36 @@ COUNT, DEPTH, PRE, END, POST, CHILDREN = (tl.constexpr(row) for row in range(6))
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least float32 whose inverse is finite
 NONE = tl.constexpr(float("-inf"))
 
-# what is launched; sizes are numbers at run time, else triton would compile again where one of them happens to be 1
+# what is launched; sizes are numbers at run time, else triton would compile again where one of them
+# happens to be 1
 kernel = triton.jit(do_not_specialize=["size", "N", "D", "V", "T", "count", "turn"])
 
 
 @kernel
 def normalise(
-    target, draft, target_cut, draft_cut, tokens, shape, parts, target_b, target_n, draft_b, draft_n, scale,
-    size, N, D, V, T, LEFT_OFF: tl.constexpr, CUT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One pass over both rows: parts [5, B, N, T] = top and sum of each row, and the draft's sum off its children.
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    tokens,
+    shape,
+    parts,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    LEFT_OFF: tl.constexpr,
+    CUT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One pass over both rows: parts [5, B, N, T] = top and sum of each row, and the draft's sum
+    off its children.
 
     LEFT_OFF: 0 that sum is not needed, 1 off all children but the last, 2 off all children.
     """
@@ -50,7 +74,20 @@ def normalise(
     ids = tile * TILE + tl.arange(0, TILE)
     out = parts + node * T + tile
     x, y = logits_pair(
-        target, draft, target_cut, draft_cut, target_b, target_n, draft_b, draft_n, N, D, node, ids, ids < V, CUT
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        N,
+        D,
+        node,
+        ids,
+        ids < V,
+        CUT,
     )
     top = tl.max(x, 0)
     tl.store(out, top)
@@ -70,19 +107,44 @@ def normalise(
 
 @triton.jit
 def read_node(
-    target, draft, target_cut, draft_cut, tokens, weight, shape, parts, state, target_b, target_n, draft_b, draft_n,
-    scale, size, N, D, V, T, node, M: tl.constexpr, CUT: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    tokens,
+    weight,
+    shape,
+    parts,
+    state,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    node,
+    M: tl.constexpr,
+    CUT: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """Combine the tiles of a node into its state, and read the logits of its children.
 
-    Gives children's ids, tokens (-1 where absent), blended target and draft probabilities [M lanes], and what the
-    children leave of the draft's row. No pass over V. A NaN or +inf logit makes INV_P or INV_Q NaN, which `walk` finds.
+    Gives children's ids, tokens (-1 where absent), blended target and draft probabilities [M
+    lanes], and what the children leave of the draft's row. No pass over V. A NaN or +inf logit
+    makes INV_P or INV_Q NaN, which `walk` finds.
     """
     b, n = node // N, node % N
     lane = tl.arange(0, TILES)
     part = parts + node * T + lane
     tops_p, sums_p = tl.load(part, lane < T, NONE), tl.load(part + size * T, lane < T, 0.0)
-    tops_q, sums_q = tl.load(part + 2 * size * T, lane < T, NONE), tl.load(part + 3 * size * T, lane < T, 0.0)
+    tops_q, sums_q = (
+        tl.load(part + 2 * size * T, lane < T, NONE),
+        tl.load(part + 3 * size * T, lane < T, 0.0),
+    )
     top_p, top_q = finite(tl.max(tops_p, 0)), finite(tl.max(tops_q, 0))
     sum_p = tl.sum(sums_p * tl.exp2((tops_p - top_p) * scale), 0)
     rise = tl.exp2((tops_q - top_q) * scale)
@@ -103,7 +165,20 @@ def read_node(
     token = tl.where(token < V, token, -1)
     # from registers: what this program has just stored need not be visible to its other threads
     x, y = logits_pair(
-        target, draft, target_cut, draft_cut, target_b, target_n, draft_b, draft_n, N, D, node, token, token >= 0, CUT
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        N,
+        D,
+        node,
+        token,
+        token >= 0,
+        CUT,
     )
     p, q = tl.exp2((x - top_p) * scale) * inv_p, tl.exp2((y - top_q) * scale) * inv_q
     return child, token, (1 - share) * p + share * q, q, left
@@ -111,14 +186,39 @@ def read_node(
 
 @kernel
 def residual(
-    target, draft, target_cut, draft_cut, shape, state, sums, costs, nodes, stop, target_b, target_n, draft_b, draft_n,
-    scale, size, N, D, V, T, count, turn, MARKED: tl.constexpr, PATH: tl.constexpr, CUT: tl.constexpr,
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    shape,
+    state,
+    sums,
+    costs,
+    nodes,
+    stop,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    count,
+    turn,
+    MARKED: tl.constexpr,
+    PATH: tl.constexpr,
+    CUT: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
-    """One pass over both rows of `nodes` [count]: sums [B, N, T] of max(MASS v - STEP q, 0), marked tokens left out.
+):
+    """One pass over both rows of `nodes` [count]: sums [B, N, T] of max(MASS v - STEP q, 0), marked
+    tokens left out.
 
     turn:  0, or which child's pass this is; nodes with no more children than that are not read.
-    costs: [B, N, T] share |p - q| / 2, written in turn 0 (it needs no further pass); only nodes with a share cost.
+    costs: [B, N, T] share |p - q| / 2, written in turn 0 (it needs no further pass); only nodes
+        with a share cost.
     PATH:  a chain whose path ends at `stop` [B]: that node is read, those before it if they have a share, no others.
     """
     tile, place = tl.program_id(0) % T, tl.program_id(0) // T
@@ -139,9 +239,24 @@ def residual(
         return
     ids = tile * TILE + tl.arange(0, TILE)
     p, q, v = rows(
-        target, draft, target_cut, draft_cut, state, target_b, target_n, draft_b, draft_n,
-        scale, size, N, D, node, ids, ids < V, CUT,
-    )  # fmt: skip
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        state,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        scale,
+        size,
+        N,
+        D,
+        node,
+        ids,
+        ids < V,
+        CUT,
+    )
     if costly:
         tl.store(costs + node * T + tile, tl.sum(tl.abs(p - q), 0) * 0.5 * share)
     if wanted:
@@ -149,7 +264,9 @@ def residual(
         r = tl.maximum(mass * v - step * q, 0.0)
         if MARKED:
             for j in range(children):
-                mark = tl.load(state + MARK * size + b * N + tl.load(shape + (CHILDREN + j) * N + n)).to(tl.int32)
+                mark = tl.load(
+                    state + MARK * size + b * N + tl.load(shape + (CHILDREN + j) * N + n)
+                ).to(tl.int32)
                 if (mark >= 0) & (mark // TILE == tile):
                     r = tl.where(ids == mark, 0.0, r)
         tl.store(sums + node * T + tile, tl.sum(r, 0))
@@ -157,16 +274,40 @@ def residual(
 
 @kernel
 def select(
-    target, draft, target_cut, draft_cut, shape, parts, state, sums, uniform, stop, token, target_b, target_n,
-    draft_b, draft_n, scale, size, N, D, V, T, MARKED: tl.constexpr, CUT: tl.constexpr, TILES: tl.constexpr,
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    shape,
+    parts,
+    state,
+    sums,
+    uniform,
+    stop,
+    token,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    V,
+    T,
+    MARKED: tl.constexpr,
+    CUT: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
-    """token [B]: inverts the residual's cumulative sum at node `stop` [B]; first over its tiles, then in one of them.
+):
+    """token [B]: inverts the residual's cumulative sum at node `stop` [B]; first over its tiles,
+    then in one of them.
 
-    MARKED: 0 no token is marked, 1 the row is zero at the marked tokens, 2 it is their WANTED there.
-    A leaf emits its blended row, whose tile sums are known from `normalise`. So does a node whose residual is zero in
-    every entry: it stops with the probability that rounding left there. Sums run in float64: a float32 sum over a
-    vocabulary is off by more than its rarest tokens' probability.
+    MARKED: 0 no token is marked, 1 the row is zero at the marked tokens, 2 it is their WANTED
+    there. A leaf emits its blended row, whose tile sums are known from `normalise`. So does a node
+    whose residual is zero in
+    every entry: it stops with the probability that rounding left there. Sums run in float64: a
+    float32 sum over a vocabulary is off by more than its rarest tokens' probability.
     """
     b = tl.program_id(0)
     n = tl.load(stop + b).to(tl.int32)
@@ -181,13 +322,18 @@ def select(
         for j in range(children):
             column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
             mark = tl.load(column + MARK * size).to(tl.int32)
-            mass += tl.where((mark >= 0) & (lane == mark // TILE), tl.load(column + WANTED * size), 0.0)
+            mass += tl.where(
+                (mark >= 0) & (lane == mark // TILE), tl.load(column + WANTED * size), 0.0
+            )
     whole = tl.sum(mass, 0) <= 0
     share = tl.load(state + SHARE * size + node)
     part = parts + node * T + lane
     rise = tl.exp2((tl.load(part, lane < T, NONE) - tl.load(state + TOP_P * size + node)) * scale)
     p = tl.load(part + size * T, lane < T, 0.0) * rise * tl.load(state + INV_P * size + node)
-    rise = tl.exp2((tl.load(part + 2 * size * T, lane < T, NONE) - tl.load(state + TOP_Q * size + node)) * scale)
+    rise = tl.exp2(
+        (tl.load(part + 2 * size * T, lane < T, NONE) - tl.load(state + TOP_Q * size + node))
+        * scale
+    )
     q = tl.load(part + 3 * size * T, lane < T, 0.0) * rise * tl.load(state + INV_Q * size + node)
     mass = tl.where(whole, (1 - share) * p + share * q, mass)
 
@@ -198,9 +344,24 @@ def select(
 
     ids = tile * TILE + tl.arange(0, TILE)
     p, q, v = rows(
-        target, draft, target_cut, draft_cut, state, target_b, target_n, draft_b, draft_n,
-        scale, size, N, D, node, ids, ids < V, CUT,
-    )  # fmt: skip
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        state,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        scale,
+        size,
+        N,
+        D,
+        node,
+        ids,
+        ids < V,
+        CUT,
+    )
     scaled = tl.load(state + MASS * size + node) * v - tl.load(state + STEP * size + node) * q
     r = tl.where(whole, v, tl.maximum(scaled, 0.0))
     if MARKED:
@@ -215,26 +376,79 @@ def select(
 
 @triton.jit
 def rows(
-    target, draft, target_cut, draft_cut, state, target_b, target_n, draft_b, draft_n, scale, size, N, D, node, ids,
-    here, CUT: tl.constexpr,
-):  # fmt: skip
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    state,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    scale,
+    size,
+    N,
+    D,
+    node,
+    ids,
+    here,
+    CUT: tl.constexpr,
+):
     """Probabilities of the target, the draft and their blend at `ids`; 0 where not `here`."""
     x, y = logits_pair(
-        target, draft, target_cut, draft_cut, target_b, target_n, draft_b, draft_n, N, D, node, ids, here, CUT
+        target,
+        draft,
+        target_cut,
+        draft_cut,
+        target_b,
+        target_n,
+        draft_b,
+        draft_n,
+        N,
+        D,
+        node,
+        ids,
+        here,
+        CUT,
     )
-    p = tl.exp2((x - tl.load(state + TOP_P * size + node)) * scale) * tl.load(state + INV_P * size + node)
-    q = tl.exp2((y - tl.load(state + TOP_Q * size + node)) * scale) * tl.load(state + INV_Q * size + node)
+    p = tl.exp2((x - tl.load(state + TOP_P * size + node)) * scale) * tl.load(
+        state + INV_P * size + node
+    )
+    q = tl.exp2((y - tl.load(state + TOP_Q * size + node)) * scale) * tl.load(
+        state + INV_Q * size + node
+    )
     share = tl.load(state + SHARE * size + node)
     return p, q, (1 - share) * p + share * q
 
 
 @triton.jit
 def logits_pair(
-    target, draft, target_cut, draft_cut, target_b, target_n, draft_b, draft_n, N, D, node, ids, here, CUT: tl.constexpr
+    target,
+    draft,
+    target_cut,
+    draft_cut,
+    target_b,
+    target_n,
+    draft_b,
+    draft_n,
+    N,
+    D,
+    node,
+    ids,
+    here,
+    CUT: tl.constexpr,
 ):
-    """float32 logits of the target and of the draft at `ids` of one node; the draft's are -inf from node D on."""
+    """float32 logits of the target and of the draft at `ids` of one node; the draft's are -inf from
+    node D on.
+    """
     b, n = node // N, node % N
-    x = logits(target + b.to(tl.int64) * target_b + n.to(tl.int64) * target_n, target_cut + 3 * node, ids, here, CUT)
+    x = logits(
+        target + b.to(tl.int64) * target_b + n.to(tl.int64) * target_n,
+        target_cut + 3 * node,
+        ids,
+        here,
+        CUT,
+    )
     y_row = draft + b.to(tl.int64) * draft_b + n.to(tl.int64) * draft_n
     y = logits(y_row, draft_cut + 3 * (b * D + tl.minimum(n, D - 1)), ids, here & (n < D), CUT)
     return x, y
@@ -242,7 +456,9 @@ def logits_pair(
 
 @triton.jit
 def logits(row, cut, ids, here, CUT: tl.constexpr):
-    """float32 logits of one row at `ids`, -inf where not `here` or cut away (see cuts.py); a NaN is never cut."""
+    """float32 logits of one row at `ids`, -inf where not `here` or cut away (see cuts.py); a NaN is
+    never cut.
+    """
     x = tl.load(row + ids, here, NONE).to(tl.float32)
     if CUT:
         edge, low, last = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
@@ -252,7 +468,9 @@ def logits(row, cut, ids, here, CUT: tl.constexpr):
 
 @triton.jit
 def first_above(cumulative, values, threshold, lane):
-    """The first lane of positive value whose cumulative sum exceeds the threshold; the last if rounding leaves none."""
+    """The first lane of positive value whose cumulative sum exceeds the threshold; the last if
+    rounding leaves none.
+    """
     last = tl.max(tl.where(values > 0, lane, 0), 0)
     return tl.min(tl.where((values > 0) & (cumulative > threshold), lane, last), 0)
 
@@ -267,7 +485,9 @@ def first_of_equals(token, M: tl.constexpr):
 
 @triton.jit
 def finite(top):
-    """The largest logit, and 0 for a row without any: its differences to -inf are then -inf and not NaN."""
+    """The largest logit, and 0 for a row without any: its differences to -inf are then -inf and not
+    NaN.
+    """
     return tl.where(top == NONE, 0.0, top)
 
 

@@ -16,17 +16,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ..law import depths
-from .rows import ACCEPT, COUNT, DEPTH, EMIT, END, INV_P, INV_Q, MASS, NULL, POST, PRE, first_above, kernel
+from .rows import (
+    ACCEPT,
+    COUNT,
+    DEPTH,
+    EMIT,
+    END,
+    INV_P,
+    INV_Q,
+    MASS,
+    NULL,
+    POST,
+    PRE,
+    first_above,
+    kernel,
+)
 
 
 @kernel
 def walk(
-    state, tokens, weight, shape, uniform, node, accepted, size, N, V, COUPLED: tl.constexpr, NODES: tl.constexpr
+    state,
+    tokens,
+    weight,
+    shape,
+    uniform,
+    node,
+    accepted,
+    size,
+    N,
+    V,
+    COUPLED: tl.constexpr,
+    NODES: tl.constexpr,
 ):
-    """node [B] int64 that `uniform` [B, 2] selects, and its depth; -1 and -1 where the request's numbers are unsound.
+    """node [B] int64 that `uniform` [B, 2] selects, and its depth; -1 and -1 where the request's
+    numbers are unsound.
 
-    Unsound is a NaN or +inf logit at the root or at a present node, a target row of -inf alone, a share outside [0, 1],
-    a token that the vocabulary lacks. Reads no vocabulary.
+    Unsound is a NaN or +inf logit at the root or at a present node, a target row of -inf alone, a
+    share outside [0, 1], a token that the vocabulary lacks. Reads no vocabulary.
     """
     b = tl.program_id(0)
     lane = tl.arange(0, NODES)
@@ -60,7 +86,9 @@ def walk(
         stop *= tl.where(leaf, 1.0, tl.load(at + EMIT * size, here, 0.0))
         place = tl.load(shape + PRE * N + lane, here, 0)
         for other in range(1, N):
-            below = (tl.load(shape + PRE * N + other) <= place) & (place < tl.load(shape + END * N + other))
+            below = (tl.load(shape + PRE * N + other) <= place) & (
+                place < tl.load(shape + END * N + other)
+            )
             stop = tl.where(below, stop * tl.load(state + ACCEPT * size + b * N + other), stop)
 
     cumulative = tl.cumsum(stop.to(tl.float64), 0)
@@ -72,7 +100,9 @@ def walk(
 
 @lru_cache(maxsize=256)
 def described(parents: tuple[int, ...], device: torch.device) -> Tensor:
-    """[CHILDREN + M, N] int32, rows as rows.py names them; sent to the device once, so not during a capture."""
+    """[CHILDREN + M, N] int32, rows as rows.py names them; sent to the device once, so not during a
+    capture.
+    """
     children = child_lists(parents)
     pre, end, post = [0] * len(parents), [0] * len(parents), [0] * len(parents)
     started = finished = 0
@@ -87,15 +117,23 @@ def described(parents: tuple[int, ...], device: torch.device) -> Tensor:
         started += 1
         stack += [(node, True), *((child, False) for child in reversed(children[node]))]
     count = [len(each) for each in children]
-    columns = [[each[j] if j < len(each) else -1 for each in children] for j in range(max(1, *count))]
-    return torch.tensor([count, depths(parents), pre, end, post, *columns], dtype=torch.int32).to(device)
+    columns = [
+        [each[j] if j < len(each) else -1 for each in children] for j in range(max(1, *count))
+    ]
+    return torch.tensor([count, depths(parents), pre, end, post, *columns], dtype=torch.int32).to(
+        device
+    )
 
 
 @lru_cache(maxsize=256)
 def levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[list[int], Tensor]]:
-    """The nodes of each depth, as numbers and as int32 on the device; like `described`, sent there once."""
+    """The nodes of each depth, as numbers and as int32 on the device; like `described`, sent there
+    once.
+    """
     depth = depths(parents)
-    every = [[node for node, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
+    every = [
+        [node for node, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)
+    ]
     return [(nodes, torch.tensor(nodes, dtype=torch.int32).to(device)) for nodes in every]
 
 
