@@ -60,14 +60,23 @@ def run(
     """Two rows a method and relaxation: texts that differ in float32, and those of them that differ
     in float64 too.
 
-    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
-        or .gguf file of the cheap model. device: where both run. task: where prompts come from.
-        data: where the task's rows come from. prompt: continue this text `prompts` times with
-        different seeds, instead of a task's prompts. prompts: texts a row. methods: `plain`, which
-        is not relaxed, and verification methods. relaxations: none, ensemble:0.3, a bundle folder,
-        ... draft_length: tokens on a drafted path. max_new_tokens: tokens a text may have. batch:
-        prompts that the fast loop decodes together. compile: compile the fast loop's steps. seed:
-        of prompts and texts. threads: CPU threads.
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text `prompts` times with different seeds, instead of a task's
+            prompts.
+        prompts: texts a row.
+        methods: `plain`, which is not relaxed, and verification methods.
+        relaxations: none, ensemble:0.3, a bundle folder, ...
+        draft_length: tokens on a drafted path.
+        max_new_tokens: tokens a text may have.
+        batch: prompts that the fast loop decodes together.
+        compile: compile the fast loop's steps.
+        seed: of prompts and texts.
+        threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, "float32", device)

@@ -113,17 +113,23 @@ def run(
 ) -> list[dict]:
     """One row a case: tokens per second where its drafts are as long as is best for it.
 
-    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
-        or .gguf file of the cheap model. dtype: auto, float32, bfloat16 or float16. device: where
-        both run. task: where prompts come from. data: where the task's rows come from. prompt:
-        continue this text with different seeds, instead of a task's prompts. prompts: texts a
-        repetition. methods: `plain` and verification methods. static: the draft's share of the
-        static blend, with block verification and in transformers; 0 leaves both out. learned: a
-        bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: texts a repetition.
+        methods: `plain` and verification methods.
+        static: the draft's share of the static blend, with block verification and in transformers;
+            0 leaves both out.
+        learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
         transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
-        draft_lengths: to choose from. confidences: of token and block verification whose chains
-        have the longest of the lengths or end behind a token
-            that the draft gave less; not for compiled steps.
+        draft_lengths: to choose from.
+        confidences: of token and block verification whose chains have the longest of the lengths or
+            end behind a token that the draft gave less; not for compiled steps.
         tuning_prompts: on which each case finds how long its drafts are; the others are measured
             on.
         repetitions: of every case, in turns.

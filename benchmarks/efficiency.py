@@ -53,14 +53,20 @@ def run(
 ) -> list[dict]:
     """One row a method, shape, relaxation and temperature.
 
-    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
-        or .gguf file of the cheap model. task: where prompts come from. data: where the task's rows
-        come from. prompt: continue this text `prompts` times with different seeds, instead of a
-        task's prompts. prompts: texts a row. methods: verification methods. relaxations: none,
-        ensemble:0.3, a bundle folder, ... temperatures: of both models. draft_length: tokens on a
-        drafted path. branches: paths K, or children M at every node, of methods that draft several;
-        trees of more than 512 nodes are
-            left out.
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text `prompts` times with different seeds, instead of a task's
+            prompts.
+        prompts: texts a row.
+        methods: verification methods.
+        relaxations: none, ensemble:0.3, a bundle folder, ...
+        temperatures: of both models.
+        draft_length: tokens on a drafted path.
+        branches: paths K, or children M at every node, of methods that draft several; trees of more
+            than 512 nodes are left out.
         max_new_tokens: tokens a text may have.
         batch: prompts decoded together.
         seed: of prompts and texts.

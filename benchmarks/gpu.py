@@ -48,9 +48,11 @@ CASES = [
 def run(*, size: str = "8b", device: str = "cuda", seed: int = 0) -> list[dict]:
     """Rows of all three parts.
 
-    Args: size: of the pair, 8b (with a draft of 1b, in bfloat16) or tiny. device: cuda; or cpu,
-        where the steps run uncaptured and nothing is learned but that they run. seed: of weights,
-        prompts and texts.
+    Args:
+        size: of the pair, 8b (with a draft of 1b, in bfloat16) or tiny.
+        device: cuda; or cpu, where the steps run uncaptured and nothing is learned but that they
+            run.
+        seed: of weights, prompts and texts.
     """
     small = size == "tiny"
     rows = _named(

@@ -56,15 +56,26 @@ def run(
 ) -> list[dict]:
     """Rows of calls (context, tokens) and of steps (method, shape), milliseconds at batch 1.
 
-    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
-        or .gguf file of the cheap model. dtype: auto, float32, bfloat16 or float16. device: where
-        both run. task: where the prompts of timed steps come from. data: where the task's rows come
-        from. prompt: continue this text instead of a task's prompts. methods: whose steps are
-        timed. relaxation: of these steps: none, ensemble:0.3, a bundle folder, ... shapes: of these
-        steps, PATHSxLENGTH+TRUNK; those that branch are left out for token and block. contexts:
-        tokens before a timed call. tokens: tokens of a timed call. repetitions: of every call, in
-        turns. step_repetitions: texts of every step's case, in turns. max_new_tokens: tokens of
-        these texts. temperature: of both models. seed: of prompts and texts. threads: CPU threads.
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where the prompts of timed steps come from.
+        data: where the task's rows come from.
+        prompt: continue this text instead of a task's prompts.
+        methods: whose steps are timed.
+        relaxation: of these steps: none, ensemble:0.3, a bundle folder, ...
+        shapes: of these steps, PATHSxLENGTH+TRUNK; those that branch are left out for token and
+            block.
+        contexts: tokens before a timed call.
+        tokens: tokens of a timed call.
+        repetitions: of every call, in turns.
+        step_repetitions: texts of every step's case, in turns.
+        max_new_tokens: tokens of these texts.
+        temperature: of both models.
+        seed: of prompts and texts.
+        threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device)

@@ -2,11 +2,13 @@
 drafting law.
 
 Two tables in one run. *Accepted tokens*: means over trees drawn by each method's own drafting law,
-exact over the randomness of verification, for drafts closer to and farther from the target. block
-is never below token, traversal never below rrsw, univer never below greedy_tree; gbv against block
-and univer against rrsw have no order, and the table shows both signs. *Gap to the optimum*:
-accepted tokens that the best lossless rule for the same drafting law has over the method, by linear
-programming on all drafts of a tiny vocabulary.
+    exact over the
+randomness of verification, for drafts closer to and farther from the target. block is never below
+token, traversal never below rrsw, univer never below greedy_tree; gbv against block and univer
+against rrsw have no order, and the
+table shows both signs. *Gap to the optimum*: accepted tokens that the best lossless rule for the
+    same drafting law has
+over the method, by linear programming on all drafts of a tiny vocabulary.
 """
 
 from __future__ import annotations

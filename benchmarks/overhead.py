@@ -65,15 +65,24 @@ def run(
     """For every method and batch: the share outside the models, and the milliseconds of a step and
     of its stages.
 
-    Args: target: folder, hub name or .gguf file of the model being served. draft: folder, hub name
-        or .gguf file of the cheap model. dtype: auto, float32, bfloat16 or float16. device: where
-        both run. task: where prompts come from. data: where the task's rows come from. prompt:
-        continue this text with different seeds, instead of a task's prompts. methods: `plain` and
-        verification methods. relaxation: of all methods but plain: none, ensemble:0.3, a bundle
-        folder, ... draft_length: tokens on a drafted path. batches: prompts decoded together.
-        max_new_tokens: tokens a text may have. repetitions: of every case, in turns; the figures
-        are medians, the interval the lowest and the highest. temperature: of both models. seed: of
-        prompts and texts. threads: CPU threads.
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        methods: `plain` and verification methods.
+        relaxation: of all methods but plain: none, ensemble:0.3, a bundle folder, ...
+        draft_length: tokens on a drafted path.
+        batches: prompts decoded together.
+        max_new_tokens: tokens a text may have.
+        repetitions: of every case, in turns; the figures are medians, the interval the lowest and
+            the highest.
+        temperature: of both models.
+        seed: of prompts and texts.
+        threads: CPU threads.
     """
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device)

@@ -2,8 +2,9 @@
 what the head sees.
 
 The traces are made up, at the hidden sizes of an 8B target and a 1B draft (4096 + 2048). A trace
-stores scalars, so the vocabulary enters a step of training nowhere: the same head is timed at two
-vocabularies, whose ratio should be 1.
+stores scalars, so the
+vocabulary enters a step of training nowhere: the same head is timed at two vocabularies, whose
+    ratio should be 1.
 """
 
 from __future__ import annotations

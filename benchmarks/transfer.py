@@ -40,19 +40,29 @@ def run(
 ) -> list[dict]:
     """Rows of score and step acceptance on test prompts of the new place.
 
-    Args: elsewhere: folder of `diversed train` with the gate that is taken along: features logits,
-        width 32. out: folder for everything; what is finished there is not done again. target:
-        folder, hub name or .gguf file of the new place's target. draft: folder, hub name or .gguf
-        file of its draft. task: where its prompts come from. data: where the task's rows come from.
-        rollouts: texts of the gate that is trained there. refit: texts of the short refit.
-        relaxation: what training texts are sampled from. oracle: relaxation whose step acceptance
-        is the other end of the gap; none leaves the gap out. biases: thresholds to choose from.
-        max_drop: loss of mean score that a head may cost. likelihood: score texts by the target's
-        mean log-probability, for tasks without references. validation_prompts: prompts on which a
-        threshold is chosen. test_prompts: prompts of the figures. max_prompt_tokens: longer prompts
-        lose the end of their article, never the instruction or the question. max_new_tokens: tokens
-        a text may have; by default the task's own number. seed: of the gathered prompts and texts
-        and of training. threads: CPU threads.
+    Args:
+        elsewhere: folder of `diversed train` with the gate that is taken along: features logits,
+            width 32.
+        out: folder for everything; what is finished there is not done again.
+        target: folder, hub name or .gguf file of the new place's target.
+        draft: folder, hub name or .gguf file of its draft.
+        task: where its prompts come from.
+        data: where the task's rows come from.
+        rollouts: texts of the gate that is trained there.
+        refit: texts of the short refit.
+        relaxation: what training texts are sampled from.
+        oracle: relaxation whose step acceptance is the other end of the gap; none leaves the gap
+            out.
+        biases: thresholds to choose from.
+        max_drop: loss of mean score that a head may cost.
+        likelihood: score texts by the target's mean log-probability, for tasks without references.
+        validation_prompts: prompts on which a threshold is chosen.
+        test_prompts: prompts of the figures.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
+            the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        seed: of the gathered prompts and texts and of training.
+        threads: CPU threads.
     """
     prompts = {"train": rollouts // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(

@@ -74,16 +74,25 @@ def run(
 ) -> list[dict]:
     """Rows of a method and temperature: predicted on held-out contexts, then measured.
 
-    Args: selectors: folder that `diversed select` wrote. latencies: what it was given: a file of
-        `diversed bench latency --json`, or gpu for an assumed pair. labels: folder of its labels,
-        by default SELECTORS/labels. target: folder, hub name or .gguf file of the model being
-        served. draft: folder, hub name or .gguf file of the cheap model. dtype: auto, float32,
-        bfloat16 or float16. device: where both run. task: where test prompts come from. data: where
-        the task's rows come from. prompt: continue this text with different seeds, instead of a
-        task's prompts. prompts: test texts of every case, decoded one at a time; 0 leaves decoding
-        out. methods: of the selectors there. temperatures: of the labels there. confidences: each a
-        case of the methods that draft chains. max_new_tokens: tokens of a test text. seed: of test
-        prompts and texts. threads: CPU threads.
+    Args:
+        selectors: folder that `diversed select` wrote.
+        latencies: what it was given: a file of `diversed bench latency --json`, or gpu for an
+            assumed pair.
+        labels: folder of its labels, by default SELECTORS/labels.
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where test prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
+        methods: of the selectors there.
+        temperatures: of the labels there.
+        confidences: each a case of the methods that draft chains.
+        max_new_tokens: tokens of a test text.
+        seed: of test prompts and texts.
+        threads: CPU threads.
     """
     torch.set_num_threads(threads)
     check_confidences(confidences)

@@ -81,23 +81,34 @@ def run(
 ) -> list[dict]:
     """Rows of score and step acceptance on test prompts.
 
-    Args: out: folder for everything; what is finished there is not done again. target: folder, hub
-        name or .gguf file of the model being served. draft: folder, hub name or .gguf file of the
-        cheap model. task: where prompts come from. data: where the task's rows come from.
-        objectives: attribution, rounds, reinforce, likelihood, bounded. features: what the gates
-        see: logits, hidden, both. rollouts: texts to learn from, four a prompt; multiples of 128
-        are whole shards. gathered: texts of the one batch whose beginnings the heads learn from;
-        four a prompt. seeds: of the gathered prompts and texts and of training. relaxation: what
-        the first texts are sampled from. static: static points; every head is compared with their
-        line at its own score, see eval/statement.py. also: other relaxations to measure on the test
-        prompts. oracle: relaxation whose step acceptance is the other end of the gap; none leaves
-        the gap out. biases: thresholds to choose from. max_drop: loss of mean score that a head may
-        cost. likelihood: score texts by the target's mean log-probability, for tasks without
-        references. validation_prompts: prompts on which a threshold is chosen. test_prompts:
-        prompts of the figures. max_prompt_tokens: longer prompts lose the end of their article,
-        never the instruction or the question. max_new_tokens: tokens a text may have; by default
-        the task's own number. unit: prompts a shard of training texts. epochs: most passes over the
-        texts. threads: CPU threads.
+    Args:
+        out: folder for everything; what is finished there is not done again.
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        objectives: attribution, rounds, reinforce, likelihood, bounded.
+        features: what the gates see: logits, hidden, both.
+        rollouts: texts to learn from, four a prompt; multiples of 128 are whole shards.
+        gathered: texts of the one batch whose beginnings the heads learn from; four a prompt.
+        seeds: of the gathered prompts and texts and of training.
+        relaxation: what the first texts are sampled from.
+        static: static points; every head is compared with their line at its own score, see
+            eval/statement.py.
+        also: other relaxations to measure on the test prompts.
+        oracle: relaxation whose step acceptance is the other end of the gap; none leaves the gap
+            out.
+        biases: thresholds to choose from.
+        max_drop: loss of mean score that a head may cost.
+        likelihood: score texts by the target's mean log-probability, for tasks without references.
+        validation_prompts: prompts on which a threshold is chosen.
+        test_prompts: prompts of the figures.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
+            the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        unit: prompts a shard of training texts.
+        epochs: most passes over the texts.
+        threads: CPU threads.
     """
     prompts = {"train": gathered // 4, "validation": validation_prompts, "test": test_prompts}
     world = World(

@@ -61,9 +61,10 @@ def decode_command(
     """Continue a prompt and stream the text, or continue every prompt of a file; end with
     statistics.
 
-    Args: prompt: the text to continue; `-` reads it from standard input. input: file of prompts,
-        one JSON object a line with `prompt` and, optional, `id`, `seed`, `max_new_tokens`,
-            `stop` and `relaxation`; lines of one relaxation are decoded together.
+    Args:
+        prompt: the text to continue; `-` reads it from standard input.
+        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`,
+            `max_new_tokens`, `stop` and `relaxation`; lines of one relaxation are decoded together.
         output: file of results, one JSON object for each line of the input, in its order; one that
             was begun with the same options is continued, and ends with the same bytes.
         target: folder, hub name or .gguf file of the model being served; by default the bundle's,

@@ -58,19 +58,26 @@ def evaluate(
     """Decode the same held-out prompts in every way that is listed; a table and a figure of quality
     against speed.
 
-    Args: out: folder for results.jsonl and frontier.png; one begun with the same options is
-        continued. target: folder, hub name or .gguf file of the model being served; `sums-target`
-        is the packaged one. draft: folder, hub name or .gguf file of the cheap model; `sums-draft`
-        is the packaged one. task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any
-        file with named fields. data: where the task's rows come from. split: train, validation or
-        test. prompts: how many prompts of the split. methods: such as token or block; `plain`, the
-        target alone, is run with relaxation none only. relaxations: none, ensemble:0.3, a bundle
-        folder, package.module:NAME; after any `;bias=0.5` or `;budget=3`. temperatures: everything
-        is decoded at each of these; by default at the sampling's one. draft_lengths: and with each
-        of these; by default with `draft_length`. seeds: of the sampled texts; every seed decodes
-        every prompt once. chosen: learned points that were chosen on other prompts; only the
-        others' intervals are corrected for how
-            many of them are looked at.
+    Args:
+        out: folder for results.jsonl and frontier.png; one begun with the same options is
+            continued.
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+            packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
+            fields.
+        data: where the task's rows come from.
+        split: train, validation or test.
+        prompts: how many prompts of the split.
+        methods: such as token or block; `plain`, the target alone, is run with relaxation none
+            only.
+        relaxations: none, ensemble:0.3, a bundle folder, package.module:NAME; after any `;bias=0.5`
+            or `;budget=3`.
+        temperatures: everything is decoded at each of these; by default at the sampling's one.
+        draft_lengths: and with each of these; by default with `draft_length`.
+        seeds: of the sampled texts; every seed decodes every prompt once.
+        chosen: learned points that were chosen on other prompts; only the others' intervals are
+            corrected for how many of them are looked at.
         draft_length: tokens drafted per target call.
         sampling: temperature, top_k, top_p, min_p of both models.
         max_prompt_tokens: longer prompts lose the end of their article, never the instruction or

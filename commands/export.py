@@ -32,11 +32,12 @@ def export(
     """Write a bundle: the trained head with a card that says what it is for, checked when it is
     loaded.
 
-    Args: train: folder that `diversed train` wrote (head.safetensors and train.json). out: folder
-        to write the bundle to; an older bundle there is replaced. draft_length: tokens drafted per
-        target call the head is meant for; stated on the card. bias: added to the gate's logit for
-        good, larger is faster and further from the target; `;bias=` at run time
-            is counted from there.
+    Args:
+        train: folder that `diversed train` wrote (head.safetensors and train.json).
+        out: folder to write the bundle to; an older bundle there is replaced.
+        draft_length: tokens drafted per target call the head is meant for; stated on the card.
+        bias: added to the gate's logit for good, larger is faster and further from the target;
+            `;bias=` at run time is counted from there.
         any_pair: let the bundle be used with other models than it was trained for, with a warning;
             for gates that read the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.

@@ -41,11 +41,12 @@ def story(
     in --seed 1. Those of training are listed by `diversed train --help` and written
     --train.model.lr and so on.
 
-    Args: out: folder for everything; by default runs/ and the name of the settings file. biases:
-        the trained gate is evaluated with each of these added to its logit; larger is faster and
-        less exact. rounds: gather and train up to this often, each time at the gate so far, until
-        the texts earn what the fit
-            predicted; then bias 0 is the point that `max_drop` asks for.
+    Args:
+        out: folder for everything; by default runs/ and the name of the settings file.
+        biases: the trained gate is evaluated with each of these added to its logit; larger is
+            faster and less exact.
+        rounds: gather and train up to this often, each time at the gate so far, until the texts
+            earn what the fit predicted; then bias 0 is the point that `max_drop` asks for.
         max_drop: mean reward that the gate of a round may cost by the fit's prediction, in the
             reward's unit.
     """

@@ -171,14 +171,16 @@ class Order(Sampler):
 class TraceModule(LightningDataModule):
     """Training and held-out texts from folders of traces.
 
-    Args: traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of
-        models and one task). batch: texts in a step, shared out to the processes where there are
-        several. validation: share of the prompts held out; their texts are never trained on. seed:
-        decides the held-out prompts and the order of the texts. hidden: read the hidden states; set
-        from the head's features. logits: read the stored log-probabilities; set from the blend.
+    Args:
+        traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of models
+            and one task).
+        batch: texts in a step, shared out to the processes where there are several.
+        validation: share of the prompts held out; their texts are never trained on.
+        seed: decides the held-out prompts and the order of the texts.
+        hidden: read the hidden states; set from the head's features.
+        logits: read the stored log-probabilities; set from the blend.
         reward: task, the task's score; or likelihood, which needs no references: the mean
-        log-probability of a text's
-            tokens under the target, nats.
+            log-probability of a text's tokens under the target, nats.
     """
 
     def __init__(

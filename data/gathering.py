@@ -61,25 +61,38 @@ def gather(
 ) -> Path:
     """Sample texts under a relaxation and store what a head needs to learn from them.
 
-    Args: out: folder for the shards and their manifest; a folder begun with the same options is
-        continued. target: folder, hub name or .gguf file of the model being served; `sums-target`
-        is the packaged one. draft: folder, hub name or .gguf file of the cheap model; `sums-draft`
-        is the packaged one. task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any
-        file with named fields. data: where the task's rows come from. split: train, validation or
-        test. prompts: how many prompts of the split. samples: texts for each prompt; the policy
-        gradient needs several. first_sample: number of a prompt's first text; texts of other
-        numbers are other texts of the same prompts. relaxation: what texts are sampled from, such
-        as none, ensemble:0.3 (w is the DRAFT's share) or a bundle folder. sampling: temperature,
-        top_k, top_p, min_p of both models. max_prompt_tokens: longer prompts lose the end of their
-        article, never the instruction or the question. max_new_tokens: tokens a text may have; by
-        default the task's own number. hidden: also store the last hidden states of both models,
-        float16. store_logits: also store the log-probabilities of this many tokens, for training
-        with `blend: logits`. unit: prompts per shard; unit x samples texts are decoded together.
-        seed: of the order of prompts and of the sampled texts. dtype: auto, float32, bfloat16 or
-        float16. device: cpu, cuda, ..., or auto to spread the models. threads: CPU threads; part of
-        what makes a run repeat exactly. trust_remote_code: run model code that comes with a
-        checkpoint. num_shards: number of processes that share this work; by default from the
-        launcher's environment, else 1. shard_index: which of them this one is.
+    Args:
+        out: folder for the shards and their manifest; a folder begun with the same options is
+            continued.
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+            packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
+            fields.
+        data: where the task's rows come from.
+        split: train, validation or test.
+        prompts: how many prompts of the split.
+        samples: texts for each prompt; the policy gradient needs several.
+        first_sample: number of a prompt's first text; texts of other numbers are other texts of the
+            same prompts.
+        relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share)
+            or a bundle folder.
+        sampling: temperature, top_k, top_p, min_p of both models.
+        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
+            the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        hidden: also store the last hidden states of both models, float16.
+        store_logits: also store the log-probabilities of this many tokens, for training with
+            `blend: logits`.
+        unit: prompts per shard; unit x samples texts are decoded together.
+        seed: of the order of prompts and of the sampled texts.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, ..., or auto to spread the models.
+        threads: CPU threads; part of what makes a run repeat exactly.
+        trust_remote_code: run model code that comes with a checkpoint.
+        num_shards: number of processes that share this work; by default from the launcher's
+            environment, else 1.
+        shard_index: which of them this one is.
     """
     within(
         1,

@@ -17,10 +17,11 @@ from .sources import SPLITS
 class DataOptions:
     """Where a task's rows come from and how they are read; None means the task's own choice.
 
-    Args: path: a .jsonl or .json file (also .gz), or a folder with train, validation and test
-        files; None loads from the
-            hub. A split without a file of its own is carved from the training (or only) file, a
-            tenth each, by a hash of the row's text: training and evaluation never share a row.
+    Args:
+        path: a .jsonl or .json file (also .gz), or a folder with train, validation and test files;
+            None loads from the hub. A split without a file of its own is carved from the training
+            (or only) file, a tenth each, by a hash of the row's text: training and evaluation never
+            share a row.
         whole: take all rows of the split's file (of the only file) for any split; training and
             evaluating on the same file then share rows.
         prompt_field: field with the part of the prompt that is never shortened; dots reach inside:

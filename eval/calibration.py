@@ -78,24 +78,34 @@ def calibrate(
     Where no bias is shown to stay within the limit the gate is closed, its weight 0 everywhere, and
     the exit code is 1.
 
-    Args: bundle: folder that `diversed export` wrote; it is changed. max_quality_drop: mean score
-        that may be lost against exact decoding, such as 0.01 for one point of exact match. level:
-        probability with which the chosen bias may lose more. biases: added to the gate's logit,
-        counted from the bundle before it was ever calibrated. out: folder for the texts and for the
-        bundle as it was; by default BUNDLE-calibration. target: folder, hub name or .gguf file of
-        the model being served; by default the bundle's. draft: folder, hub name or .gguf file of
-        the cheap model; by default the bundle's. task: sums, gsm8k, cnndm, xsum, wmt, mbpp,
-        humaneval or jsonl; by default the bundle's. Its score is in [0, 1]. data: where the task's
-        rows come from. split: train, validation or test; figures on the split that the bias was
-        chosen on are no evidence. prompts: how many prompts of the split; more prompts justify a
-        larger bias. method: such as token or block. seeds: of the sampled texts; a prompt's texts
-        are averaged, which makes differences smaller. draft_length: tokens drafted per target call;
-        by default the bundle's. sampling: temperature, top_k, top_p, min_p of both models.
+    Args:
+        bundle: folder that `diversed export` wrote; it is changed.
+        max_quality_drop: mean score that may be lost against exact decoding, such as 0.01 for one
+            point of exact match.
+        level: probability with which the chosen bias may lose more.
+        biases: added to the gate's logit, counted from the bundle before it was ever calibrated.
+        out: folder for the texts and for the bundle as it was; by default BUNDLE-calibration.
+        target: folder, hub name or .gguf file of the model being served; by default the bundle's.
+        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's.
+        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval or jsonl; by default the bundle's. Its
+            score is in [0, 1].
+        data: where the task's rows come from.
+        split: train, validation or test; figures on the split that the bias was chosen on are no
+            evidence.
+        prompts: how many prompts of the split; more prompts justify a larger bias.
+        method: such as token or block.
+        seeds: of the sampled texts; a prompt's texts are averaged, which makes differences smaller.
+        draft_length: tokens drafted per target call; by default the bundle's.
+        sampling: temperature, top_k, top_p, min_p of both models.
         max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
-        the question. max_new_tokens: tokens a text may have; by default the task's own number.
-        batch: prompts decoded together. seed: of the choice and order of prompts. dtype: auto,
-        float32, bfloat16 or float16. device: cpu, cuda, ..., or auto to spread the models. threads:
-        CPU threads. trust_remote_code: run model code that comes with a checkpoint.
+            the question.
+        max_new_tokens: tokens a text may have; by default the task's own number.
+        batch: prompts decoded together.
+        seed: of the choice and order of prompts.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, ..., or auto to spread the models.
+        threads: CPU threads.
+        trust_remote_code: run model code that comes with a checkpoint.
     """
     options = dict(locals())
     biases = _check(max_quality_drop, level, biases)

@@ -56,10 +56,12 @@ def write_page(
     """Write one HTML page of one run, or of several compared; the folders may stand first:
     `diversed report RUN RUN`.
 
-    Args: runs: folders that `diversed eval` or `diversed run` wrote. out: file to write; by default
-        RUN/report.html, to be given where there are several runs. quality: score, the task's; or
-        likelihood, the target's mean log-probability of a token, where the target can
-            hardly do the task and scores tell nothing; the page is RUN/report-likelihood.html then.
+    Args:
+        runs: folders that `diversed eval` or `diversed run` wrote.
+        out: file to write; by default RUN/report.html, to be given where there are several runs.
+        quality: score, the task's; or likelihood, the target's mean log-probability of a token,
+            where the target can hardly do the task and scores tell nothing; the page is
+            RUN/report-likelihood.html then.
         texts: texts of the learned point whose single tokens are looked at with both models; 0
             leaves that out.
         trust_remote_code: run model code that comes with a checkpoint.

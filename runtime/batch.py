@@ -42,8 +42,9 @@ class Batch:
 
     `ends` holds the last committed token of every row, which is the root, behind the one before it.
     `length` [B], `draft_length` [B] and `recent` [B, 2] are the same numbers on the device, put
-    there when they are first asked for. A row whose text has ended is not `active`: it stands still
-    until another takes its place or it is dropped.
+    there when they are first asked for.
+    A row whose text has ended is not `active`: it stands still until another takes its place or it
+        is dropped.
     """
 
     def __init__(self, engine: Engine, requests: dict[int, Request]):

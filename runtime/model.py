@@ -241,12 +241,14 @@ def load_pair(
     """Load a draft and a target; refuse them, saying why, unless they share a tokenizer and
     vocabulary.
 
-    Args: target: folder, hub name or .gguf file of the model being served; `sums-target` is the
-        packaged one. draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the
-        packaged one. dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that
-        computes a stored half slower, float32. device: where both run, e.g. cpu, cuda, cuda:1;
-        `auto` spreads them with device_map. trust_remote_code: run model code that comes with the
-        checkpoint.
+    Args:
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+            packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored
+            half slower, float32.
+        device: where both run, e.g. cpu, cuda, cuda:1; `auto` spreads them with device_map.
+        trust_remote_code: run model code that comes with the checkpoint.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")

@@ -20,11 +20,12 @@ COLDEST = 1e-6  # below it logits of a size that models give would overflow
 class Sampling:
     """How both models sample.
 
-    Args: temperature: divides the logits; 0 puts all mass on the most likely token (the lowest id
-        of a tie). top_k: keep the k most likely tokens, and all that tie with the last of them; 0
-        keeps all. top_p: keep the smallest set of most likely tokens with at least this mass; 1
-        keeps all. min_p: drop tokens below this share of the most likely token's probability; 0
-        drops none.
+    Args:
+        temperature: divides the logits; 0 puts all mass on the most likely token (the lowest id of
+            a tie).
+        top_k: keep the k most likely tokens, and all that tie with the last of them; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this mass; 1 keeps all.
+        min_p: drop tokens below this share of the most likely token's probability; 0 drops none.
     """
 
     temperature: float = 1.0

@@ -2,11 +2,13 @@
 tree shape there.
 
 Both models run over a text once. From every 16th token, the first of them another for each prompt
-so that all places of a text are among them, a comb is drafted: a trunk, and at each of its nodes
-from which a shape may branch as many rollouts as the shapes ask for. Every shape is a part of the
-comb, so one call of the target covers them all; the efficiency is exact over the verification and a
-mean over `trees` combs. With a relaxation the rows are the relaxed ones, so the selector is made
-for the verifier that it will run with.
+so that all places
+of a text are among them, a comb is drafted: a trunk, and at each of its nodes from which a shape
+    may branch as many
+rollouts as the shapes ask for. Every shape is a part of the comb, so one call of the target covers
+them all; the efficiency is exact over the verification and a mean over `trees` combs. With a
+relaxation the rows are the relaxed ones, so the selector is made for the verifier that it will run
+with.
 
     shard-00000.safetensors ...    flat tensors over S contexts, see LAYOUT
     manifest.json                  what they were gathered with, and the sha256 of every file, as for traces

@@ -124,25 +124,40 @@ def select(
 ) -> None:
     """Label contexts of a task's training prompts, then train a selector for every method.
 
-    Args: out: folder for the selectors, one for each method; finished ones are kept. latencies:
-        file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms a call.
+    Args:
+        out: folder for the selectors, one for each method; finished ones are kept.
+        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3
+            ms a call.
         labels: folder for the labels, by default OUT/labels; what is there is used, what was
-        interrupted continued. target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model. task: where prompts come from.
-        data: where the task's rows come from. prompt: continue this text with different seeds,
-        instead of a task's prompts. prompts: texts to label at each temperature. methods: whose
-        trees are chosen. shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out
-        for token and block. relaxation: of the texts and of the rows that are verified: none,
-        ensemble:0.3, a bundle folder, ... temperatures: of both models; one selector serves them
-        all. every: tokens between two labelled contexts of a text. trees: drawn at a context.
-        max_new_tokens: tokens of a text; by default the task's own number. unit: texts that are
-        labelled and written together. epochs: passes over the training contexts; the best on
-        held-out prompts is kept. batch: contexts a step. lr: learning rate of AdamW. risk: weight
-        of the term for contexts where the choice is slower than the base shape. width: of the
-        network's widest layer; the paper's 512 costs most of what choosing costs, on a CPU use 64.
-        validation: share of the prompts that is held out. dtype: auto, float32, bfloat16 or
-        float16. device: where both run. seed: of prompts, texts, trees and training. threads: CPU
-        threads. trust_remote_code: run model code that comes with a checkpoint.
+            interrupted continued.
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        prompts: texts to label at each temperature.
+        methods: whose trees are chosen.
+        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and
+            block.
+        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle
+            folder, ...
+        temperatures: of both models; one selector serves them all.
+        every: tokens between two labelled contexts of a text.
+        trees: drawn at a context.
+        max_new_tokens: tokens of a text; by default the task's own number.
+        unit: texts that are labelled and written together.
+        epochs: passes over the training contexts; the best on held-out prompts is kept.
+        batch: contexts a step.
+        lr: learning rate of AdamW.
+        risk: weight of the term for contexts where the choice is slower than the base shape.
+        width: of the network's widest layer; the paper's 512 costs most of what choosing costs, on
+            a CPU use 64.
+        validation: share of the prompts that is held out.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        seed: of prompts, texts, trees and training.
+        threads: CPU threads.
+        trust_remote_code: run model code that comes with a checkpoint.
     """
     within(2, prompts=prompts)
     within(
@@ -305,8 +320,8 @@ def _facts(length: Tensor, sampling: dict[str, Any], costs: Latencies) -> Tensor
 
 class SelectorModule(LightningModule):
     """The network and the paper's objective; `best` holds the weights of the epoch whose choices
-    were fastest on the held-out prompts, which flatters them there: judge a selector by other
-    prompts.
+    were fastest on the
+    held-out prompts, which flatters them there: judge a selector by other prompts.
 
     Batches are indices of contexts. choosing: seconds that a choice takes.
     """

@@ -84,12 +84,13 @@ def distill(
     """Fine-tune a draft to its target on the target's own texts. Run it again to continue an
     interrupted run.
 
-    Args: out: folder to write to; it is a draft afterwards, `--draft OUT`. target: folder, hub name
-        or .gguf file of the model being served; `sums-target` is the packaged one. draft: folder,
-        hub name or .gguf file of the cheap model; `sums-draft` is the packaged one. layers: start
-        from these layers of the target instead of a draft, with its embeddings, last norm and
-        output
-            layer; the result is a model, not an adapter.
+    Args:
+        out: folder to write to; it is a draft afterwards, `--draft OUT`.
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+            packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        layers: start from these layers of the target instead of a draft, with its embeddings, last
+            norm and output layer; the result is a model, not an adapter.
         task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
             fields.
         data: where the task's rows come from.

@@ -31,16 +31,22 @@ CHOICES = {
 class VerifierModule(LightningModule):
     """A gate and an objective for it.
 
-    Args: features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the
-        two rows) or both. draft_hidden: hidden size of the draft model; set from the traces.
-        target_hidden: hidden size of the target model; set from the traces. width: size of one
-        hidden layer, 0 for the paper's linear gate. lr: highest learning rate of AdamW.
+    Args:
+        features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the two
+            rows) or both.
+        draft_hidden: hidden size of the draft model; set from the traces.
+        target_hidden: hidden size of the target model; set from the traces.
+        width: size of one hidden layer, 0 for the paper's linear gate.
+        lr: highest learning rate of AdamW.
         warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the
-        last step. weight_decay: of AdamW. lambda_: weight of the acceptance term beside the reward;
-        larger is faster and further from the target. ratio_clip: a token's v_new / v_old counts
-        within [1 - ratio_clip, 1 + ratio_clip]. objective: reinforce (the paper's), attribution
-        (ours: what a substitution costs, by maximum likelihood), or
-            bounded (ours: without rewards, most acceptance for a bound on the log-likelihood lost).
+            last step.
+        weight_decay: of AdamW.
+        lambda_: weight of the acceptance term beside the reward; larger is faster and further from
+            the target.
+        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        objective: reinforce (the paper's), attribution (ours: what a substitution costs, by maximum
+            likelihood), or bounded (ours: without rewards, most acceptance for a bound on the
+            log-likelihood lost).
         acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which
             rewards long texts.
         blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.

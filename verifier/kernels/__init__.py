@@ -4,11 +4,13 @@
     verify(method, target, draft, ...) == draw(law(relaxed tree), uniform)
 
 for the rows `runtime.sampling.probabilities` makes of the same logits, unless a uniform lies within
-1e-6 of a step of the cumulative sums. Where the 1e-6 comes from: float32 gives every entry of a row
-a relative error of some 3e-7 (exp2 to 2 ulp, a tree sum for the normaliser), and as such errors are
-spread over a row, masses that are sums of entries err by less than that. At a temperature other
-than 1 `probabilities` itself rounds the quotient of logit and temperature, by 6e-8 of its size; the
-kernel scales the difference to the largest logit, and so stays nearer to the exact row.
+1e-6 of a step of
+the cumulative sums. Where the 1e-6 comes from: float32 gives every entry of a row a relative error
+    of some 3e-7 (exp2
+to 2 ulp, a tree sum for the normaliser), and as such errors are spread over a row, masses that are
+sums of entries err by less than that. At a temperature other than 1 `probabilities` itself rounds
+the quotient of logit and temperature, by 6e-8 of its size; the kernel scales the difference to the
+largest logit, and so stays nearer to the exact row.
 
 Softmax, blending, verification and the draw are fused; every kernel's docstring counts its passes
 over V. Random numbers are arguments, a pure function of (seed, request, position), so ranks that

@@ -7,7 +7,8 @@ the lowest ids. So
     kept  <=>  logit > edge  or  (logit >= low and id <= last).
 
 edge is the largest logit that is dropped, low the smallest that is kept, last the largest id kept
-among logits up to edge. Ties are those of the probabilities: several logits may round to one.
+among logits up to
+edge. Ties are those of the probabilities: several logits may round to one.
 """
 
 from __future__ import annotations
