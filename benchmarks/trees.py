@@ -259,21 +259,21 @@ class _Case:
         """Decode one text; the prefill and the first step are not counted."""
         ends, counts, looked, chosen, remembered, grown = [], [], [], [], [], []
         selector = self.engine.selector
-        selector.look = _watched(selector.look, looked, clock)
-        selector.choose = _watched(selector.choose, chosen, clock)
-        watched = _watched(selector.remember, remembered, clock)
+        selector.features = _watched(selector.features, looked, clock)
+        selector.select = _watched(selector.select, chosen, clock)
+        watched = _watched(selector.update, remembered, clock)
 
         def remember(tree, *rest):
             grown.append(tree.parents)
             return watched(tree, *rest)
 
-        selector.remember = remember
+        selector.update = remember
         (done,) = self.engine.run(
             {0: request},
             static=False,
             on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new))),
         ).values()
-        del selector.look, selector.choose, selector.remember
+        del selector.features, selector.select, selector.update
         if len(ends) < 2 or not keep:
             return
         self.tokens.append(sum(counts[1:]))

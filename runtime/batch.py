@@ -19,7 +19,7 @@ from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.relax import relax, substitutions
 from .chain import sample, serves
 from .chain import verdict as chain_verdict
-from .choosers import Known
+from .choosers import StepContext
 from .completion import Completion, Request, cut, stopped
 from .drafting import children
 from .model import Model, Output
@@ -62,7 +62,7 @@ class Batch:
         self.stock = 0  # steps that `table` still has random numbers for
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
-        self.before = engine.selector.nothing(len(requests), pair, self.device)
+        self.before = engine.selector.init_state(len(requests), pair, self.device)
         self.prefilled = tokens.shape[1] - 1
         capacity = self.capacity()
         self.target_cache, self.draft_cache = (
@@ -179,7 +179,7 @@ class Batch:
         if len(engine.shapes) > 1:
             paths = self.shape.paths.to(self.device)
             states = draft_hidden, target_hidden
-            self.before = engine.selector.remember(tree, states, verdict.node, paths)
+            self.before = engine.selector.update(tree, states, verdict.node, paths)
         if not self.even:
             self._compact(verdict)
         self._advance(blocks)
@@ -231,8 +231,8 @@ class Batch:
         hidden = out.hidden[:, kept].to(self.device) if engine.hidden else None
         paths = None
         if len(engine.shapes) > 1:
-            numbers = engine.selector.look(Known(self.before, rows, hidden, self.length))
-            self.shape = engine.shapes[engine.selector.choose(numbers.tolist(), self.active)]
+            numbers = engine.selector.features(StepContext(self.before, rows, hidden, self.length))
+            self.shape = engine.shapes[engine.selector.select(numbers.tolist(), self.active)]
             paths = numbers[:, 0] if engine.selector.by_request else None
             self.serial = serves(engine.law, self.shape.parents, self.device)
         return (rows[:, -1:], hidden[:, -1:] if engine.hidden else None), paths

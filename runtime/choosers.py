@@ -98,18 +98,18 @@ def parse_shape(text: str) -> Shape:
 
 
 @dataclass(frozen=True)
-class Known:
+class StepContext:
     """What a step knows before it draws its tree.
 
-    before: what the selector's `remember` kept of the step before, zeros for a request that had
-        none.
-    rows:   [B, W, V] the draft's rows, the root's last; before it, in the requests whose step before ended at a node
-            that the draft had not been run on, that of this node.
-    hidden: [B, W, H] the draft's hidden states there, where the selector looks back.
+    state:  what `Selector.update` kept of the step before; zeros for a request without one.
+    rows:   [B, W, V] `rows[:, -1]` is the draft's distribution at the root. With W = 2, `rows[:, 0]`
+            is its distribution one token earlier; it is only meaningful for requests whose previous
+            step stopped at a node that the draft had not evaluated.
+    hidden: [B, W, H] the draft's hidden states there, if the selector looks back.
     length: [B] int64 committed tokens before the root.
     """
 
-    before: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
     rows: Tensor
     hidden: Tensor | None
     length: Tensor
@@ -131,18 +131,18 @@ class Selector:
     def __init__(self, shapes: list[Topology]):
         self.shapes = shapes
 
-    def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
+    def init_state(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
         """`before` of requests that had no step yet."""
         return ()
 
-    def remember(
+    def update(
         self,
         tree: DraftTree,
         states: tuple[Tensor | None, Tensor | None],
         node: Tensor,
         paths: Tensor,
     ) -> tuple[Tensor, ...]:
-        """What the next choice needs of this step, in the shapes of `nothing`.
+        """What the next choice needs of this step, in the shapes of `init_state`.
 
         states: hidden, of the draft [B, N, H_draft] and the target [B, N, H_target]; node: [B]
             where each row stopped;
@@ -150,16 +150,16 @@ class Selector:
         """
         return ()
 
-    def look(self, known: Known) -> Tensor:
+    def features(self, context: StepContext) -> Tensor:
         """[B, X] the numbers that a choice reads of every request; computed without the host, as a
         graph needs it.
         """
         raise NotImplementedError
 
-    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
         """Index of the shape that the batch grows.
 
-        numbers: of `look`; active: for each request whether it is still being decoded.
+        numbers: of `features`; active: for each request whether it is still being decoded.
         """
         raise NotImplementedError
 
@@ -171,10 +171,10 @@ class PathsSelector(Selector):
 
     by_request = True
 
-    def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
+    def init_state(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(2, size, self.shapes[0].depth + 1, pair.vocab, device=device))
 
-    def remember(self, tree, states, node, paths) -> tuple[Tensor, ...]:
+    def update(self, tree, states, node, paths) -> tuple[Tensor, ...]:
         path = paths[node]
         again = pad(
             path[:, 1:] == path[:, :-1], (1, 0), value=False
@@ -184,10 +184,10 @@ class PathsSelector(Selector):
             again.unsqueeze(-1), 0
         )
 
-    def look(self, known: Known) -> Tensor:
-        return choose_paths(*known.before, known.rows[:, -1], len(self.shapes)).unsqueeze(1)
+    def features(self, context: StepContext) -> Tensor:
+        return choose_paths(*context.state, context.rows[:, -1], len(self.shapes)).unsqueeze(1)
 
-    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
         return int(max(paths for (paths,), one in zip(numbers, active, strict=True) if one)) - 1
 
 
@@ -200,10 +200,10 @@ class EntropySelector(Selector):
         super().__init__(shapes)
         self.threshold = threshold
 
-    def look(self, known: Known) -> Tensor:
-        return -torch.special.xlogy(known.rows[:, -1], known.rows[:, -1]).sum(-1, keepdim=True)
+    def features(self, context: StepContext) -> Tensor:
+        return -torch.special.xlogy(context.rows[:, -1], context.rows[:, -1]).sum(-1, keepdim=True)
 
-    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
         wanted = [entropy for (entropy,), one in zip(numbers, active, strict=True) if one]
         return int(sum(wanted) > self.threshold * len(wanted))
 
@@ -217,10 +217,10 @@ class ConfidenceSelector(Selector):
         super().__init__(shapes)
         self.confidence = confidence
 
-    def look(self, known: Known) -> Tensor:
-        return known.rows.new_zeros(len(known.rows), 0)
+    def features(self, context: StepContext) -> Tensor:
+        return context.rows.new_zeros(len(context.rows), 0)
 
-    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
         return len(self.shapes) - 1
 
 
@@ -387,7 +387,7 @@ class LearnedSelector(Selector):
             step,
         )
 
-    def nothing(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
+    def init_state(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
         """Rows and hidden states before the root, of the target and of the draft, and whether there
         are any.
 
@@ -397,24 +397,24 @@ class LearnedSelector(Selector):
         widths = *(width for model in models for width in (pair.vocab, model.hidden_size)), 1
         return tuple(torch.zeros(size, width, device=device) for width in widths)
 
-    def remember(self, tree, states, node, paths) -> tuple[Tensor, ...]:
+    def update(self, tree, states, node, paths) -> tuple[Tensor, ...]:
         size, nodes = tree.tokens.shape
         at = node + torch.arange(0, size * nodes, nodes, device=node.device) if size > 1 else node
         every = tree.target, states[1], tree.draft, states[0]
         found = [embedding(at, rows.flatten(0, 1)) for rows in every]
         return *found, found[0].new_ones(size, 1)
 
-    def look(self, known: Known) -> Tensor:
+    def features(self, context: StepContext) -> Tensor:
         """Whether there was a step before, then the logits."""
-        target, hidden, draft, draft_hidden, seen = known.before
-        rows, states = known.rows, known.hidden.float()
+        target, hidden, draft, draft_hidden, seen = context.state
+        rows, states = context.rows, context.hidden.float()
         ran = draft.amax(1, keepdim=True) > 0
         draft, draft_hidden = draft.where(ran, rows[:, 0]), draft_hidden.where(ran, states[:, 0])
         sums = row_sums(target, draft, rows[:, -1])
-        place = known.length.div(self.step, rounding_mode="floor").clamp_max(self.last)
+        place = context.length.div(self.step, rounding_mode="floor").clamp_max(self.last)
         return torch.cat([seen, self.logits([hidden, draft_hidden, states[:, -1]], sums, place)], 1)
 
-    def choose(self, numbers: list[list[float]], active: list[bool]) -> int:
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
         voters = [
             logits for (seen, *logits), one in zip(numbers, active, strict=True) if one and seen
         ]

@@ -48,7 +48,7 @@ from ..verifier.methods import METHODS
 from ..verifier.relax import relax, substitutions
 from .batch import Batch, not_finite
 from .cache import PackedCache
-from .choosers import Known
+from .choosers import StepContext
 from .completion import Completion
 from .drafting import Topology, children
 from .model import Model, Output
@@ -123,7 +123,7 @@ class StaticBatch(Batch):
         of this one where the next choice waits for it.
         """
         if self.static.root:
-            chosen = self.engine.selector.choose(self.numbers, self.active)
+            chosen = self.engine.selector.select(self.numbers, self.active)
             self.shape = self.engine.shapes[chosen]
             return self._read(done, self.static.step(chosen)(), self.indices)
         before, self.pending = self.pending, (self.static.step(0)(), list(self.indices))
@@ -226,7 +226,7 @@ class StaticState:
         )
         self.recent = torch.zeros(size, 2, dtype=torch.long, device=self.device)
         self.spent = torch.zeros(size, dtype=torch.float64, device=self.device)
-        self.before = engine.selector.nothing(size, pair, self.device)
+        self.before = engine.selector.init_state(size, pair, self.device)
         self.target_cache, self.draft_cache = (
             model.cache(capacity) for model in (pair.target, pair.draft)
         )
@@ -273,7 +273,9 @@ class StaticState:
         selector, kept = self.engine.selector, slice(-1 - self.engine.selector.looks_back, None)
         out = self.draft(self.recent, self.length, -1)
         rows = probabilities(out.logits[:, kept], self.engine.sampling)
-        numbers = selector.look(Known(self.before, rows, out.hidden[:, kept], self.length))
+        numbers = selector.features(
+            StepContext(self.before, rows, out.hidden[:, kept], self.length)
+        )
         return Output(out.logits[:, -1:].clone(), out.hidden[:, -1:].clone()), numbers
 
 
@@ -431,7 +433,7 @@ class StaticStep:
         if self.state.root:
             read = DraftTree(tree.tokens, self.shape.parents, tree.rows, target)
             states = tree.hidden, out.hidden.float()
-            before = engine.selector.remember(read, states, verdict.node, self.paths)
+            before = engine.selector.update(read, states, verdict.node, self.paths)
         self._commit(verdict, cost, self._share(weight, cost), fault, before)
 
     def _from_logits(

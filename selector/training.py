@@ -42,10 +42,10 @@ from ..files import MOST_THREADS, exclusive, sha256, within, write_whole
 from ..runtime.choosers import (
     FILES,
     FORMAT,
-    Known,
     LearnedSelector,
     Shape,
     ShapeNetwork,
+    StepContext,
     facts_of,
     parse_shape,
     read_selector_card,
@@ -400,9 +400,9 @@ def choosing_ms(pair: Pair, shapes: int, width: int) -> float:
     taken = []
     for _ in range(CHOICES):
         began = time.perf_counter()
-        before = selector.remember(tree, states, node, paths)
-        known = Known(before, draft[:, :2], states[0][:, :2], node)
-        selector.choose(selector.look(known).tolist(), [True])
+        before = selector.update(tree, states, node, paths)
+        known = StepContext(before, draft[:, :2], states[0][:, :2], node)
+        selector.select(selector.features(known).tolist(), [True])
         taken.append(time.perf_counter() - began)
     return 1e3 * statistics.median(taken)
 

@@ -67,13 +67,13 @@ def folder(tmp_path):
 def test_a_network_that_chooses_the_tree_keeps_the_law(folder, method):
     pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
     chosen = []
-    choose = LearnedSelector.choose
+    select = LearnedSelector.select
 
     class Spy(LearnedSelector):
-        def choose(self, numbers, active):
+        def select(self, numbers, active):
             """By the first request alone: the mean of 100 hardly changes; turned by a digit of a logit."""
             digit = int(1e4 * abs(numbers[0][1])) if numbers[0][0] else 0
-            chosen.append((choose(self, numbers[:1], [True]) + digit) % len(SHAPES))
+            chosen.append((select(self, numbers[:1], [True]) + digit) % len(SHAPES))
             return chosen[-1]
 
     engine = Engine(pair, method, branches=folder(pair, method), relax_leaf=True)
@@ -172,12 +172,12 @@ def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_
     """Against runs of both models over the committed text alone; the draft is run anew only behind a leaf."""
     pair = tiny_pair(11, end=False)
     engine, seen = Engine(pair, "traversal", branches=folder(pair)), []
-    look = engine.selector.look
-    engine.selector.look = lambda known: seen.append(known) or look(known)
+    look = engine.selector.features
+    engine.selector.features = lambda known: seen.append(known) or look(known)
     (done,) = engine.run({0: Request([2, 3, 4], 3, 25)}).values()
     text = [2, 3, 4] + done.tokens
-    assert len(seen) > 5 and not any(part.any() for part in seen[0].before)
-    anew = [bool((known.before[2] == 0).all()) for known in seen[1:]]
+    assert len(seen) > 5 and not any(part.any() for part in seen[0].state)
+    anew = [bool((known.state[2] == 0).all()) for known in seen[1:]]
     assert {False, True} == set(anew) and [known.rows.shape[1] == 2 for known in seen[1:]] == anew
     for known in seen[1:]:
         root = int(known.length)
@@ -186,7 +186,7 @@ def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_
                 model.module(torch.tensor([text[: root + 1]]), output_hidden_states=True)
                 for model in (pair.target, pair.draft)
             )
-        row, hidden, *remembered, there = known.before
+        row, hidden, *remembered, there = known.state
         assert there.item() == 1
         rows, states = known.rows, known.hidden
         if rows.shape[1] == 1:
