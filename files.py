@@ -1,5 +1,5 @@
-"""The bottom of the house: whole writes, locks, checksums, checks of numbers and names, machine and
-versions.
+"""The bottom of the house: whole writes, locks, folders of results, progress, checksums, checks of
+numbers and names, machine and versions.
 
 Every other folder may import this file. It imports nothing of the package and needs only the
 standard library.
@@ -7,18 +7,22 @@ standard library.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral
 from pathlib import Path
+from typing import Any, TextIO
 
 # The versions that decide the bytes of a text.
 DECIDING = ("diversed", "torch", "transformers")
@@ -30,16 +34,21 @@ MOST_THREADS = 1024
 # A request's seed is an int64.
 SEEDS = -(1 << 63), (1 << 63) - 1
 LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
+EVERY = 20.0  # seconds between two lines of progress if there is no terminal
+LONG = 80  # characters of a setting in a sentence
 
 
 def write_whole(path: str | Path, data: bytes | str) -> Path:
-    """Write `data` under a temporary name beside `path` and rename it; where that fails nothing is
-    left behind.
+    """Write `data` under a temporary name beside `path` and rename it; a failure leaves nothing.
+
+    The temporary file is always a new one: a link of its name is removed and not written through.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.part")
+    temporary.unlink(missing_ok=True)
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        with open(temporary, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -47,30 +56,34 @@ def write_whole(path: str | Path, data: bytes | str) -> Path:
     return path
 
 
-def read_settings(path: Path, option: str = "--out") -> dict:
-    """The JSON object in `path`; ValueError with one sentence where it holds something else.
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in `path`; ValueError if it holds something else.
 
-    option: of the command, that chooses another place.
+    remedy: what the user can do about a damaged file, the end of the sentence.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); choose another {option} or delete the folder"
-        ) from None
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     if not isinstance(values, dict):
-        raise ValueError(
-            f"{path} is damaged (it holds no object); choose another {option} or delete the folder"
-        )
+        raise ValueError(f"{path} is damaged (it holds no object); {remedy}")
     return values
 
 
-@contextmanager
-def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
-    """Hold `folder` (made if missing) for this process; BlockingIOError, a sentence, where another
-    process holds it.
+def read_settings(path: Path, option: str = "--out") -> dict[str, Any]:
+    """The settings in `path`; ValueError if it holds something else.
 
     option: of the command, that chooses another place.
+    """
+    return read_object(path, f"choose another {option} or delete the folder")
+
+
+@contextmanager
+def exclusive(folder: str | Path, option: str = "--out", shared: bool = False) -> Iterator[Path]:
+    """Hold `folder` (made if missing) for this process; BlockingIOError if another one holds it.
+
+    option: of the command, that chooses another place.
+    shared: hold it together with other processes that share it, and against all others.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -78,11 +91,10 @@ def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
             f"{folder} is a file, expected a folder to write to; choose another {option}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
+    with _open_lock(folder / ".lock") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             holder = file.read().strip() or "unknown"
             raise BlockingIOError(
                 f"another process (pid {holder}) is writing to {folder}; wait until it ends or"
@@ -92,6 +104,176 @@ def exclusive(folder: str | Path, option: str = "--out") -> Iterator[Path]:
         file.write(str(os.getpid()))
         file.flush()
         yield folder
+
+
+def _open_lock(path: Path) -> TextIO:
+    """The lock file, made if missing; a link is refused, because its other end would be written."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a link, expected a file of its own; delete it") from None
+    file = os.fdopen(descriptor, "r+")
+    if os.fstat(descriptor).st_nlink > 1:
+        file.close()
+        raise ValueError(f"{path} is a link, expected a file of its own; delete it")
+    return file
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of results that is filled by one process or by several, and continued after a kill.
+
+    The file `name` in it holds all that decides the results. The first process writes it; every
+    later one must come with the same settings, however many processes there are.
+
+    path: the folder, made if missing; name: of the file of settings.
+    option: of the command, that chooses another place.
+    results: what the user knows the results by, if that is a file beside the folder.
+    num_shards, shard_index: number of processes that share the work, and which of them this is.
+    """
+
+    path: Path
+    name: str = "settings.json"
+    option: str = "--out"
+    results: Path | None = None
+    num_shards: int = 1
+    shard_index: int = 0
+
+    @property
+    def share(self) -> str:
+        """This process among all of them, for the names of its files."""
+        return f"{self.shard_index}-of-{self.num_shards}"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder against every process but those that share its work."""
+        alone = self.num_shards == 1
+        with exclusive(self.path, self.option, shared=not alone):
+            worker = self.path if alone else self.path / f".worker-{self.share}"
+            if alone:
+                yield
+                return
+            with exclusive(worker, self.option):
+                yield
+
+    def begun(self) -> dict[str, Any]:
+        """The settings that the folder was begun with, empty if it was not begun."""
+        path = self.path / self.name
+        return read_settings(path, self.option) if path.is_file() else {}
+
+    def begin(
+        self, settings: dict[str, Any], state: dict[str, Any] | None = None, anew: bool = False
+    ) -> bool:
+        """Write the settings down, or refuse a folder that was begun with others. Whether it was
+        begun before. Call it while the folder is held.
+
+        state: entries that stand in the file beside the settings and may change later.
+        anew: whether nothing is there yet that other settings would spoil.
+        """
+        with self._first():
+            before = {} if anew else self.begun()
+            self.refuse_others(before or settings, settings)
+            if not before:
+                values = {**(state or {}), **settings}
+                write_whole(self.path / self.name, json.dumps(values, indent=2) + "\n")
+        return bool(before)
+
+    def refuse_others(self, before: dict[str, Any], settings: dict[str, Any]) -> None:
+        """ValueError that names the first of `settings` that differs from those of `before`."""
+        now = json.loads(json.dumps(settings))
+        was = json.loads(json.dumps({name: before.get(name) for name in settings}))
+        if was != now:
+            name, old, new = _difference(was, now)
+            place = f"{self.results} and {self.path}" if self.results else "the folder"
+            raise ValueError(
+                f"{self.results or self.path} was begun with {name} {_short(old)}, now it is"
+                f" {_short(new)}; give the same again to continue it, choose another {self.option}"
+                f" or delete {place}"
+            )
+
+    def share_of(self, units: Sequence[range]) -> list[range]:
+        """The units that this process does, perhaps none."""
+        return list(units[self.shard_index :: self.num_shards])
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        """Let one process after another look for settings and write them."""
+        if self.num_shards == 1:
+            yield
+            return
+        with _open_lock(self.path / ".begin") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _difference(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any]:
+    """(name, before, now) of the first entry that differs, inner ones as `sampling.top_k`."""
+    name = next(name for name in {**was, **now} if was.get(name) != now.get(name))
+    old, new = was.get(name), now.get(name)
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return name, old, new
+    inner, old, new = _difference(old, new)
+    return f"{name}.{inner}", old, new
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONG else f"{text[: LONG - 3]}..."
+
+
+def cut_units(total: int, size: int) -> list[range]:
+    """0 .. total - 1 in units of `size`, the last perhaps smaller."""
+    return [range(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class Progress:
+    """One line that says how far a command is, on standard error: rewritten on a terminal, a new
+    one every 20 seconds elsewhere.
+
+    what: the command's word for its work; total: of what is counted; done: before this run.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0):
+        self.what, self.total, self.before, self.done = what, total, done, done
+        self.tokens = 0
+        self.terminal = sys.stderr.isatty()
+        self.began = self.said = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def add(self, count: int = 1, tokens: int = 0, what: str | None = None) -> None:
+        """So much more is done, and so many tokens were made."""
+        self.done += count
+        self.tokens += tokens
+        self.what = what or self.what
+        now = time.monotonic()
+        if now - self.said < (0.1 if self.terminal else EVERY):
+            return
+        self.said = now
+        start, end = ("\r\x1b[K", "") if self.terminal else ("", "\n")
+        print(f"{start}{self.line(now)}", end=end, file=sys.stderr, flush=True)
+
+    @property
+    def rate(self) -> str:
+        """Tokens per second of this run."""
+        return f"{self.tokens / max(time.monotonic() - self.began, 1e-9):,.0f} tokens/s"
+
+    def line(self, now: float) -> str:
+        """What is done, how fast it went and how long the rest will take."""
+        parts = [f"{self.what} {self.done}/{self.total}"]
+        if self.tokens:
+            parts.append(self.rate)
+        if self.done > self.before:
+            each = (now - self.began) / (self.done - self.before)
+            parts.append(f"{(self.total - self.done) * each:,.0f} s left")
+        return ", ".join(parts)
 
 
 def sha256(path: str | Path) -> str:

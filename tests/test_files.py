@@ -1,0 +1,238 @@
+"""The bottom of the house: whole writes, locks, folders that are continued, progress, fields of JSON objects."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from diversed import files
+from diversed.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    fault,
+    number,
+    objects,
+    one_of,
+    optional,
+    read_checked,
+    unknown,
+    whole,
+)
+from diversed.files import Folder, Progress, cut_units, exclusive, write_whole
+
+SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0, "top_k": 0}, "methods": ["token"]}
+
+
+def begin(path, settings=SETTINGS, **options):
+    folder = Folder(path, **options)
+    with folder.held():
+        return folder.begin(settings)
+
+
+def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
+    path = tmp_path / "out"
+    assert begin(path) is False and begin(path) is True
+    assert json.loads((path / "settings.json").read_text()) == SETTINGS
+    for change, sentence in [
+        ({"seed": 5}, "seed 0, now it is 5"),
+        ({"sampling": {"temperature": 1.0, "top_k": 3}}, "sampling.top_k 0, now it is 3"),
+        ({"sampling": {"temperature": 1.0}}, "sampling.top_k 0, now it is None"),
+        ({"gate": "abc"}, "gate None, now it is 'abc'"),
+    ]:
+        with pytest.raises(ValueError) as refused:
+            begin(path, SETTINGS | change)
+        assert str(refused.value) == (
+            f"{path} was begun with {sentence}; give the same again to continue it, choose another --out or delete the "
+            "folder"
+        )
+    assert json.loads((path / "settings.json").read_text()) == SETTINGS
+
+
+def test_settings_are_compared_as_the_file_holds_them_and_long_ones_are_cut(tmp_path):
+    assert begin(tmp_path, {"shapes": ("1", "2")}) is False and begin(tmp_path, {"shapes": ["1", "2"]}) is True
+    begin(tmp_path / "long", {"prompt": "a" * 1000})
+    with pytest.raises(ValueError, match=r"was begun with prompt 'a{76}\.\.\., now it is 'b'"):
+        begin(tmp_path / "long", {"prompt": "b"})
+
+
+def test_state_stands_beside_the_settings_and_may_change(tmp_path):
+    folder = Folder(tmp_path, "manifest.json")
+    folder.begin(SETTINGS, state={"complete": False})
+    assert folder.begun() == {"complete": False, **SETTINGS}
+    write_whole(tmp_path / "manifest.json", json.dumps({"complete": True, **SETTINGS}))
+    assert folder.begin(SETTINGS, state={"complete": False}) and folder.begun()["complete"]
+
+
+def test_a_folder_without_results_may_begin_anew(tmp_path):
+    begin(tmp_path)
+    assert Folder(tmp_path).begin(SETTINGS | {"seed": 7}, anew=True) is False
+    assert Folder(tmp_path).begun()["seed"] == 7
+
+
+def test_the_refusal_names_the_file_of_results_that_the_user_knows(tmp_path):
+    folder = Folder(tmp_path / "out.jsonl.run", option="--output", results=tmp_path / "out.jsonl")
+    with folder.held():
+        folder.begin({"seed": 0})
+        with pytest.raises(ValueError) as refused:
+            folder.begin({"seed": 1})
+    out = tmp_path / "out.jsonl"
+    assert str(refused.value) == (
+        f"{out} was begun with seed 0, now it is 1; give the same again to continue it, choose another --output or "
+        f"delete {out} and {out}.run"
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+def test_damaged_settings_are_refused_in_a_sentence(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(ValueError, match="settings.json is damaged .*; choose another --out or delete the folder"):
+        begin(tmp_path)
+
+
+def test_one_set_of_settings_for_a_folder_however_many_processes_share_it(tmp_path):
+    assert begin(tmp_path, num_shards=2, shard_index=1) is False
+    for shards, index in ((2, 0), (3, 2), (1, 0)):
+        assert begin(tmp_path, num_shards=shards, shard_index=index) is True
+        with pytest.raises(ValueError, match="was begun with seed 0, now it is 7"):
+            begin(tmp_path, SETTINGS | {"seed": 7}, num_shards=shards, shard_index=index)
+
+
+def other(code):
+    """Run code that knows this module's names in another process; what it printed."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_files import *\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_processes_that_share_a_folder_keep_others_out_and_each_its_own_place(tmp_path):
+    code = """
+try:
+    with Folder(Path({path!r}), num_shards={shards}, shard_index={index}).held():
+        print("held")
+except BlockingIOError as error:
+    print(error)
+"""
+    with Folder(tmp_path, num_shards=2, shard_index=0).held():
+        assert other(code.format(path=str(tmp_path), shards=2, index=1)) == "held"
+        assert f"is writing to {tmp_path / '.worker-0-of-2'};" in other(code.format(path=str(tmp_path), shards=2, index=0))
+        assert f"is writing to {tmp_path};" in other(code.format(path=str(tmp_path), shards=1, index=0))
+    with Folder(tmp_path).held():
+        assert f"(pid {os.getpid()}) is writing to {tmp_path}; wait" in other(
+            code.format(path=str(tmp_path), shards=2, index=1)
+        )
+    assert other(code.format(path=str(tmp_path), shards=1, index=0)) == "held"
+
+
+def test_of_processes_that_begin_together_with_other_settings_one_is_refused(tmp_path):
+    code = f"""
+from diversed.files import Folder, Path
+folder = Folder(Path({str(tmp_path)!r}), num_shards=8, shard_index=int(sys.argv[1]))
+with folder.held():
+    folder.begin({{"seed": int(sys.argv[1]) % 2}})
+"""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{code}"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(i)], stderr=subprocess.PIPE, text=True) for i in range(4)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    seed = Folder(tmp_path).begun()["seed"]
+    assert [process.returncode for process in started] == [int(i % 2 != seed) for i in range(4)]
+    assert sum("was begun with seed" in error for error in errors) == 2
+
+
+def test_every_unit_is_done_once_and_a_process_may_have_none():
+    units = cut_units(7, 3)
+    assert units == [range(0, 3), range(3, 6), range(6, 7)] and cut_units(0, 3) == []
+    shares = [Folder(Path("out"), num_shards=5, shard_index=index).share_of(units) for index in range(5)]
+    assert sum(shares, []) == units and shares[3:] == [[], []]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_locks_and_temporary_files_are_not_written_through_links(tmp_path, link):
+    victim = tmp_path / "victim"
+    victim.write_text("a diary")
+    (tmp_path / "out").mkdir()
+    link(victim, tmp_path / "out/.lock")
+    with pytest.raises(ValueError, match=r"\.lock is a link, expected a file of its own; delete it"):
+        with exclusive(tmp_path / "out"):
+            pass
+    link(victim, tmp_path / "out/.a.json.part")
+    write_whole(tmp_path / "out/a.json", "{}")
+    assert victim.read_text() == "a diary" and (tmp_path / "out/a.json").read_text() == "{}"
+    assert not (tmp_path / "out/a.json").is_symlink() and not (tmp_path / "out/.a.json.part").exists()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    write_whole(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "a", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_progress_says_how_much_how_fast_and_how_long(monkeypatch, capsys):
+    clock = iter([0.0, 10.0, 30.0, 30.0, 40.0, 60.0, 60.0])
+    monkeypatch.setattr(files.time, "monotonic", lambda: next(clock))
+    with Progress("gather", 12, 2) as progress:
+        progress.add(tokens=100)
+        progress.add(tokens=500)
+        progress.add()
+        progress.add(5, what="label")
+    assert capsys.readouterr().err.splitlines() == [
+        "gather 4/12, 20 tokens/s, 120 s left",
+        "label 10/12, 10 tokens/s, 15 s left",
+    ]
+
+
+FIELDS = {
+    "name": TEXT,
+    "size": whole(1, 9),
+    "rate": optional(number(0)),
+    "kind": optional(one_of("token", "block")),
+    "done": optional(FLAG),
+    "model": OBJECT,
+    "model.hash": TEXT,
+    "files": objects({"file": TEXT, "texts": whole()}, least=1),
+}
+GOOD = {"name": "a", "size": 3, "model": {"hash": "f"}, "files": [{"file": "x", "texts": 0}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, ""),
+        ({"rate": 0, "kind": "block", "done": False, "more": None}, ""),
+        ({"name": 3}, "`name` must be a text, got 3"),
+        ({"size": True}, "`size` must be a whole number in 1..9, got true"),
+        ({"size": 10}, "`size` must be a whole number in 1..9, got 10"),
+        ({"rate": -0.5}, "`rate` must be a number, at least 0, got -0.5"),
+        ({"rate": math.nan}, "`rate` must be a number, at least 0, got NaN"),
+        ({"rate": 10**400}, ""),
+        ({"rate": math.inf}, "`rate` must be a number, at least 0, got Infinity"),
+        ({"kind": "blok"}, '`kind` must be one of token, block, got "blok"'),
+        ({"done": 1}, "`done` must be true or false, got 1"),
+        ({"model": "f"}, '`model` must be an object, got "f"'),
+        ({"model": {}}, "`model.hash` is missing, a text"),
+        ({"files": []}, "`files` must be a list of objects, at least 1, got []"),
+        ({"files": [{"file": "x", "texts": 0}, 3]}, "`files` 1: it must be an object, got 3"),
+        ({"files": [{"file": "x"}]}, "`files` 0: `texts` is missing, a whole number"),
+    ],
+)
+def test_the_first_fault_of_an_object_is_named(change, sentence, tmp_path):
+    assert fault({**GOOD, **change}, FIELDS) == sentence
+    (tmp_path / "a.json").write_text(json.dumps({**GOOD, **change}))
+    if not sentence:
+        assert read_checked(tmp_path / "a.json", FIELDS, "write it again") == {**GOOD, **change}
+        return
+    with pytest.raises(ValueError) as refused:
+        read_checked(tmp_path / "a.json", FIELDS, "write it again")
+    assert str(refused.value) == f"{tmp_path / 'a.json'} is damaged ({sentence}); write it again"
+
+
+def test_an_unknown_field_is_answered_with_the_nearest():
+    assert unknown({"name": 1, "siez": 2}, FIELDS) == "`siez` is not a field; did you mean `size`?"
+    assert unknown(GOOD, FIELDS) == ""
+    assert fault([1], FIELDS) == "it must be an object, got [1]" and fault({}, FIELDS) == "`name` is missing, a text"
