@@ -33,7 +33,7 @@ COMMANDS = {
         "gather",
         "let a pair write texts and keep their traces: what a gate learns from",
     ),
-    "train": ("train.fit", "main", "train a gate on traces"),
+    "train": ("commands.train", "train", "train a head on traces"),
     "select": (
         "selector.training",
         "select",

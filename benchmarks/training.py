@@ -18,9 +18,10 @@ import torch
 from pytorch_lightning import Callback, Trainer
 
 from ..commands.bench import record, table
-from ..data.batches import TraceModule
+from ..data.batches import TraceModule, TraceOptions
 from ..data.traces import LAYOUT, Shard, write_manifest, write_shard
-from ..train.module import VerifierModule
+from ..train.fit import DEFAULTS, quiet
+from ..train.module import HeadOptions, VerifierModule
 from ..verifier.head import FEATURES
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
@@ -102,14 +103,11 @@ def _throughput(
     folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int
 ) -> dict:
     """One head trained for `repeats` epochs after one to warm up."""
-    from ..train.fit import (
-        DEFAULTS,
-        quiet,
-    )  # needs jsonargparse, which some machines with a GPU lack
-
     clock = _Clock()
-    data = TraceModule(str(folder), batch, validation=0.0, hidden=features != "logits")
-    model = VerifierModule(features, DRAFT, TARGET)
+    data = TraceModule(
+        TraceOptions(str(folder), batch, validation=0.0), hidden=features != "logits"
+    )
+    model = VerifierModule(HeadOptions(features), DRAFT, TARGET)
     with quiet():
         options = {
             **DEFAULTS,

@@ -12,7 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..commands.export import export
+from ..data.batches import TraceOptions
 from ..data.tasks import DataOptions
+from ..train.fit import train
+from ..train.module import HeadOptions
 from .verifiers import FIT, HEADS, World, choose, rows_of
 
 
@@ -101,16 +104,8 @@ def run(
             traces, settings = plan
             head = str(Path(out) / f"head-{number}")
             reward = "likelihood" if likelihood else "task"
-            from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
-
-            train(
-                traces=traces,
-                out=head,
-                seed=seed,
-                epochs=12,
-                data=dict(batch=32, reward=reward),
-                **settings,
-            )
+            data = TraceOptions(traces, 32, reward=reward)
+            train(data, head, HeadOptions(**settings), {"max_epochs": 12}, seed)
         if not bundle.exists():
             export(train=head, out=str(bundle), any_pair=True)
         bias = choose(world, str(bundle), biases, baseline, max_drop / 2)

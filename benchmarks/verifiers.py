@@ -25,12 +25,15 @@ from typing import Any
 import torch
 
 from ..commands.export import export
+from ..data.batches import TraceOptions
 from ..data.batches import likelihood as likelihood_of
 from ..data.gathering import gather
 from ..data.tasks import DataOptions
 from ..data.traces import read_manifest, read_shards, write_manifest
 from ..eval.quality import bootstrap, paired_bootstrap
 from ..eval.statement import statements
+from ..train.fit import train
+from ..train.module import HeadOptions
 from ..train.objectives import acceptance, substitution
 from ..train.rounds import Stages, run_rounds
 
@@ -207,15 +210,13 @@ class World:
         max_drop: float,
     ) -> str:
         """The bundle of a head trained on `count` texts."""
-        from ..train.fit import train  # needs jsonargparse, which some machines with a GPU lack
-
         folder = self.out / name.replace(" ", "-")
         reward = "likelihood" if self.likelihood or objective == "likelihood" else "task"
         hidden = settings["features"] != "logits"
-        data = dict(batch=32, reward=reward)
 
         def fit(traces: list[str], out: str) -> None:
-            train(traces=traces, out=out, seed=seed, epochs=epochs, data=data, **settings)
+            data = TraceOptions(traces, 32, reward=reward)
+            train(data, out, HeadOptions(**settings), {"max_epochs": epochs}, seed)
 
         def bundle(train: str, out: str, bias: float) -> None:
             if not Path(out).exists():

@@ -40,8 +40,10 @@ def parse(
     values = {}
     if file:
         section = name.split()[0]
-        values = settings.select(settings.load(file), section, option_names(parser), file.name)
-        check_sections(settings.load(file), [section], file.name)
+        whole = settings.load(file)
+        values = settings.shared(whole, section)
+        values = settings.select(values, section, option_names(parser), file.name)
+        check_sections(whole, [section], file.name)
     return read(parser, args, values, name)
 
 

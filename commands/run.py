@@ -135,7 +135,7 @@ def _tell(
     else:
         chapters = {
             "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
-            "train": lambda: command("train")([*train_words, *_places(out)]),
+            "train": lambda: _train([*train_words, *_places(out)]),
             "export": lambda: stages["export"](train=str(out / "train"), out=bundle, **export),
         }
     chapters["eval"] = lambda: stages["eval"](out=str(out), **evaluate)
@@ -182,9 +182,7 @@ def _rounds(
                 "first_sample": gather["first_sample"] + first,
             }
         ),
-        train=lambda traces, to: command("train")(
-            [*train_words, *_places(Path(to).parent, traces)]
-        ),
+        train=lambda traces, to: _train([*train_words, *_places(Path(to).parent, traces)]),
         export=write,
     )
     first, samples = gather["relaxation"], gather["samples"]
@@ -251,15 +249,17 @@ def _check_training(words: list[str], values: dict, file: str) -> str:
     """Read the options of training before the first stage starts; as YAML, what training will run
     with.
     """
-    from jsonargparse import capture_parser
-
-    parser = capture_parser(lambda: command("train")([]))
-    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
-    section = seed | (values.get("train") or {})
-    chosen = settings.select({"train": section}, "train", options.option_names(parser), file)
-    parsed = options.check(parser, words, chosen, "train")
+    parser = options.make_parser({"": command("train")}, "train")
+    names = options.option_names(parser)
+    shared = settings.shared({"run": None, **values}, "train")
+    parsed = options.check(parser, words, settings.select(shared, "train", names, file), "train")
     _refuse_several_processes(parsed["trainer"])
-    return parser.dump(parsed, skip_link_targets=True)
+    return parser.dump(parsed)
+
+
+def _train(words: list[str]) -> Path:
+    function = command("train")
+    return function(**options.parse(function, words, "train"))
 
 
 def _refuse_several_processes(trainer: Any) -> None:

@@ -70,6 +70,18 @@ def load(path: Path) -> dict:
     return values
 
 
+def shared(values: Mapping, command: str) -> Mapping:
+    """`values` with what `command` shares with the others under its own names.
+
+    Training shares the seed alone: its `data` are traces, and its seed is called `seed_everything`.
+    A file without sections is one command's own.
+    """
+    if command != "train" or not any(is_section(key, value) for key, value in values.items()):
+        return values
+    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
+    return {"train": {**seed, **(values.get("train") or {})}}
+
+
 def select(values: Mapping, command: str, options: Iterable[str], file: str) -> dict:
     """What `command` takes from a file: the shared keys it has, over them its own section.
 

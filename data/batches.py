@@ -8,6 +8,7 @@ function of the seed alone, the same in every folder of traces.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -168,45 +169,52 @@ class Order(Sampler):
         return iter([*mine, ~int(order[0])] if self.lacks else mine)
 
 
-class TraceModule(LightningDataModule):
-    """Training and held-out texts from folders of traces.
+@dataclass(frozen=True)
+class TraceOptions:
+    """What a head is trained on.
 
     Args:
         traces: folder that `diversed gather` wrote, or a list of them (rounds of one pair of models
             and one task).
-        batch: texts in a step, shared out to the processes where there are several.
+        batch: texts in a step, shared out to the processes if there are several.
         validation: share of the prompts held out; their texts are never trained on.
-        seed: decides the held-out prompts and the order of the texts.
-        hidden: read the hidden states; set from the head's features.
-        logits: read the stored log-probabilities; set from the blend.
         reward: task, the task's score; or likelihood, which needs no references: the mean
             log-probability of a text's tokens under the target, nats.
     """
 
+    traces: str | list[str]
+    batch: int = 8
+    validation: float = 0.1
+    reward: Literal["task", "likelihood"] = "task"
+
+
+class TraceModule(LightningDataModule):
+    """Training and held-out texts from folders of traces.
+
+    options: where the traces lie, how many texts a step has and how many are held out.
+    seed:    decides the held-out prompts and the order of the texts.
+    hidden:  read the hidden states, for a head that sees them.
+    logits:  read the stored log-probabilities, for the blend of logits.
+    """
+
     def __init__(
-        self,
-        traces: str | list[str],
-        batch: int = 8,
-        validation: float = 0.1,
-        seed: int = 0,
-        hidden: bool = False,
-        logits: bool = False,
-        reward: Literal["task", "likelihood"] = "task",
+        self, options: TraceOptions, seed: int = 0, hidden: bool = False, logits: bool = False
     ):
         super().__init__()
-        if batch < 1:
-            raise ValueError(f"`batch` must be at least 1 text, got {batch}")
-        if not 0 <= validation < 1:
+        if options.batch < 1:
+            raise ValueError(f"`batch` must be at least 1 text, got {options.batch}")
+        if not 0 <= options.validation < 1:
             raise ValueError(
-                f"`validation` must be in [0, 1), the share of prompts held out, got {validation}"
+                "`validation` must be in [0, 1), the share of prompts held out, got"
+                f" {options.validation}"
             )
+        traces = options.traces
         self.folders = [traces] if isinstance(traces, str | Path) else list(traces)
         if not self.folders:
             raise ValueError("`traces` must name at least one folder of traces, got none")
-        if reward not in ("task", "likelihood"):
-            raise ValueError(f"`reward` must be task or likelihood, got {reward!r}")
-        self.batch, self.validation, self.seed = batch, validation, seed
-        self.hidden, self.logits, self.reward = hidden, logits, reward
+        if options.reward not in ("task", "likelihood"):
+            raise ValueError(f"`reward` must be task or likelihood, got {options.reward!r}")
+        self.options, self.seed, self.hidden, self.logits = options, seed, hidden, logits
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
@@ -239,15 +247,15 @@ class TraceModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self.texts is not None:
             return
-        self.texts = Texts(self.folders, self.hidden, self.logits, self.reward)
-        held = held_out(
-            max(manifest["prompts"] for manifest in self.manifests), self.validation, self.seed
-        )
+        self.texts = Texts(self.folders, self.hidden, self.logits, self.options.reward)
+        validation = self.options.validation
+        prompts = max(manifest["prompts"] for manifest in self.manifests)
+        held = held_out(prompts, validation, self.seed)
         mine = torch.isin(self.texts.prompt, held)
         self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
         if not len(self.train_index):
             raise ValueError(
-                f"`validation` {self.validation} holds out every prompt of {self.folders[0]};"
+                f"`validation` {validation} holds out every prompt of {self.folders[0]};"
                 " choose a smaller one"
             )
 
@@ -261,7 +269,7 @@ class TraceModule(LightningDataModule):
         world, rank = (
             (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         )
-        order = Order(index, seed, self.batch, world, rank)
+        order = Order(index, seed, self.options.batch, world, rank)
         return DataLoader(self.texts, order.each, sampler=order, collate_fn=collate)
 
     def sample_inputs(self, most: int = 16384) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from diversed import cli
 from diversed.data.batches import Order
-from diversed.train import fit as command
-from diversed.train.fit import main
+from diversed.train import fit
 from diversed.train.module import VerifierModule
 from safetensors.torch import load_file
 
 from .support.traces import synthetic_traces
+from .support.training import command
 
 # 21 texts to train on and 9 held out, in batches of 4: each time the last batch is one text, and one process has none.
 COMMON = "--data.batch 4 --data.validation 0.3 --model.lr 0.01 --trainer.max_epochs 3".split()
@@ -50,7 +50,7 @@ def one(traces, tmp_path_factory):
     """Every head, trained in one process."""
     folder = tmp_path_factory.mktemp("one")
     for head in HEADS:
-        main(words(traces, folder / head, head))
+        command(words(traces, folder / head, head))
     return folder
 
 
@@ -83,7 +83,7 @@ def _work(commands, processes, rank, port, before):
     }  # fmt: skip
     before()
     for line in commands:
-        main(line)
+        command(line)
 
 
 def figures(out):
@@ -141,7 +141,7 @@ def _die_in_the_third_epoch():
 
 def _only_the_first_may_write():
     if os.environ["RANK"] != "0":
-        command.write_whole = None
+        fit.write_whole = None
 
 
 def test_two_killed_processes_end_with_the_same_bytes_when_they_are_run_again(traces, two, tmp_path):
@@ -164,14 +164,14 @@ def test_the_command_starts_its_own_processes(traces, two, tmp_path):
 
 def test_a_run_is_continued_with_as_many_processes_as_it_was_started_with(traces, one):
     with pytest.raises(ValueError, match="was started with world_size = 1, now it is 2; give the same settings"):
-        main(words(traces, one / "reinforce", processes=2))
+        command(words(traces, one / "reinforce", processes=2))
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(traces, tmp_path):
     with pytest.raises(ValueError, match="`batch` must be a multiple of the 3 processes that share its texts, got 4"):
-        main(words(traces, tmp_path, processes=3))
+        command(words(traces, tmp_path, processes=3))
     with pytest.raises(ValueError, match="`trainer.use_distributed_sampler` must be false"):
-        main([*words(traces, tmp_path), "--trainer.use_distributed_sampler", "true"])
+        command([*words(traces, tmp_path), "--trainer.use_distributed_sampler", "true"])
 
 
 def test_the_story_is_for_one_process(tmp_path, monkeypatch, capsys):

@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 from diversed import cli
-from diversed.data.batches import TraceModule
-from diversed.train.fit import train
+from diversed.data.batches import TraceModule, TraceOptions
 from diversed.train.rounds import BIASES, operating_point, predicted_rewards
 
 from .support.traces import synthetic_traces
+from .support.training import train
 from .test_story import quick  # noqa: F401  a fixture
 
 
@@ -34,7 +34,7 @@ def test_the_operating_point_is_the_largest_bias_that_costs_no_more_than_asked(t
     """In the made-up task substitutions at TV > 0.5 halve the reward; more loss allowed never lowers the bias."""
     folder = str(synthetic_traces(tmp_path / "traces", prompts=64, samples=4, shards=1, weight=0.5))
     out = train(traces=folder, out=str(tmp_path / "train"), objective="attribution", lr=0.02, data=dict(batch=16))
-    data = TraceModule(folder, 64)
+    data = TraceModule(TraceOptions(folder, 64))
     data.setup()
     points = [operating_point(out, data, drop) for drop in (0.0, 0.05, 0.2, 0.4, 2.0)]
     assert [bias for bias, _, _ in points] == sorted(bias for bias, _, _ in points)
@@ -101,7 +101,7 @@ def test_the_prediction_of_a_patient_run_is_that_of_the_head_it_kept(tmp_path):
     figures = json.loads((out / "train.json").read_text())["figures"]
     best = min(figures, key=lambda row: row["held_out_loss"])
     assert best["epoch"] == figures[-1]["epoch"] - 2
-    predicted = operating_point(out, TraceModule(folder), 0.0)[1]
+    predicted = operating_point(out, TraceModule(TraceOptions(folder)), 0.0)[1]
     assert predicted == best["held_out_reward_estimate"] != figures[-1]["held_out_reward_estimate"]
     with pytest.raises(ValueError, match="need a trained gate, and --train.trainer.max_epochs 0 trains none"):
-        operating_point(train(traces=folder, out=str(tmp_path / "untrained"), epochs=0), TraceModule(folder), 0.0)
+        operating_point(train(traces=folder, out=str(tmp_path / "untrained"), epochs=0), TraceModule(TraceOptions(folder)), 0.0)

@@ -11,12 +11,11 @@ import signal
 
 import pytest
 import torch
-from diversed.data.batches import Order, TraceModule, held_out
+from diversed.data.batches import Order, TraceModule, TraceOptions, held_out
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
-from diversed.train import fit as command
-from diversed.train.fit import main, train
-from diversed.train.module import VerifierModule, schedule
+from diversed.train import fit
+from diversed.train.module import HeadOptions, VerifierModule, schedule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
 from pytorch_lightning import Callback
@@ -25,6 +24,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file, save_file
 
 from .support.traces import synthetic_traces
+from .support.training import command, train
 
 SETTINGS = dict(features="both", width=4, epochs=3, data=dict(batch=4, validation=0.25), lr=0.01)
 
@@ -41,7 +41,7 @@ def finished(traces, tmp_path_factory):
 
 
 def test_a_batch_holds_whole_texts_and_the_end_of_text_decision_is_inside(traces):
-    data = TraceModule(traces, batch=32, validation=0.0, hidden=True)
+    data = TraceModule(TraceOptions(traces, 32, validation=0.0), hidden=True)
     data.setup()
     batch = next(iter(data.train_dataloader()))
     shards = list(read_shards(traces))
@@ -57,7 +57,7 @@ def test_a_batch_holds_whole_texts_and_the_end_of_text_decision_is_inside(traces
 
 def test_advantages_compare_texts_of_one_prompt_and_one_folder(traces, tmp_path):
     other = str(synthetic_traces(tmp_path, prompts=8, samples=4, shards=2, hidden=(3, 5), seed=1))
-    data = TraceModule([traces, other], validation=0.0)
+    data = TraceModule(TraceOptions([traces, other], validation=0.0))
     data.setup()
     reward = data.texts.reward.view(16, 4)
     torch.testing.assert_close(data.texts.advantage.view(16, 4), reward - reward.mean(1, keepdim=True))
@@ -65,7 +65,7 @@ def test_advantages_compare_texts_of_one_prompt_and_one_folder(traces, tmp_path)
 
 def test_held_out_prompts_are_never_trained_on_and_are_the_same_in_every_folder(traces, tmp_path):
     other = str(synthetic_traces(tmp_path, prompts=8, samples=2, shards=2, hidden=(3, 5), seed=1))
-    data = TraceModule([traces, other], validation=0.25)
+    data = TraceModule(TraceOptions([traces, other], validation=0.25))
     data.setup()
     held = set(data.texts.prompt[data.held_index].tolist())
     assert len(held) == 2 and not held & set(data.texts.prompt[data.train_index].tolist())
@@ -97,9 +97,9 @@ def test_learning_rate_warms_up_and_ends_at_zero_over_the_true_number_of_steps()
 
 def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any(traces, tmp_path):
     folder = synthetic_traces(tmp_path, prompts=4, samples=2, shards=1, weight=0.2)
-    data = TraceModule(str(folder), validation=0.0)
+    data = TraceModule(TraceOptions(str(folder), validation=0.0))
     data.setup()
-    model = VerifierModule("logits")
+    model = VerifierModule(HeadOptions())
     batch = next(iter(data.train_dataloader()))
     assert torch.equal(torch.sigmoid(model(batch)), torch.full_like(batch["tv"], 0.5))
     model.start_from(*data.sample_inputs())
@@ -108,7 +108,7 @@ def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any
 
 
 def test_inputs_are_standardised_by_the_training_texts(traces):
-    data = TraceModule(traces, validation=0.25, hidden=True)
+    data = TraceModule(TraceOptions(traces, validation=0.25), hidden=True)
     data.setup()
     features, hidden, weight = data.sample_inputs()
     tokens = int(data.texts.length[data.train_index].sum())
@@ -155,7 +155,7 @@ def test_patience_stops_after_the_best_held_out_loss_and_keeps_that_head(tmp_pat
     losses = [row["held_out_loss"] for row in training["figures"]]
     best = losses.index(min(losses))
     assert len(losses) == best + 1 + 3 < 40
-    data = TraceModule(str(folder), batch=64, validation=0.25, hidden=True)
+    data = TraceModule(TraceOptions(str(folder), 64, validation=0.25), hidden=True)
     data.setup()
     batch = next(iter(data.val_dataloader()))
     loss = attribution(head(batch["features"], batch["hidden"]).detach(), batch)
@@ -200,7 +200,7 @@ def test_a_bounded_gate_spends_its_bound_and_looks_at_no_reward(tmp_path):
         settings = dict(epochs=20, lr=0.02, objective="bounded", bound=2.0)
         out = train(traces=str(folder), out=str(tmp_path / f"h{number}"), data=dict(batch=16), **settings)
         heads.append((out / "head.safetensors").read_bytes())
-        data = TraceModule(str(folder), batch=256)
+        data = TraceModule(TraceOptions(str(folder), 256))
         data.setup()
         batch = next(iter(data.train_dataloader()))
         weight = head_of(out)[0](batch["features"]).sigmoid()
@@ -231,7 +231,7 @@ def test_a_gate_for_the_logit_blend_learns_from_stored_log_probabilities(tmp_pat
 
 def test_the_likelihood_reward_is_the_targets_mean_log_probability_and_needs_no_score(tmp_path):
     folder = str(synthetic_traces(tmp_path, prompts=4, samples=2, shards=2, reward=0.0))
-    data = TraceModule(folder, validation=0.0, reward="likelihood")
+    data = TraceModule(TraceOptions(folder, validation=0.0, reward="likelihood"))
     data.setup()
     rewards = []
     for shard in read_shards(folder):
@@ -265,7 +265,7 @@ def test_a_checkpoint_holds_the_head_alone_and_loads_without_code(finished):
 
 def test_the_command_and_the_function_end_with_the_same_head(finished, traces, tmp_path, capsys):
     words = "--model.features both --model.width 4 --trainer.max_epochs 3 --data.batch 4 --data.validation 0.25"
-    main([*words.split(), "--model.lr", "0.01", "--data.traces", traces, "--out", str(tmp_path / "train")])
+    command([*words.split(), "--model.lr", "0.01", "--data.traces", traces, "--out", str(tmp_path / "train")])
     assert (tmp_path / "train/head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
     assert re.search(r"epoch 3/3  held out: loss -?\d\.\d+, step acceptance 0\.\d+, ", capsys.readouterr().out)
 
@@ -336,7 +336,7 @@ def _die_in_checkpoint(number):
 
 
 def _die_at(name):
-    setattr(command, name, _die)
+    setattr(fit, name, _die)
 
 
 KILLS = {
@@ -381,7 +381,7 @@ def test_damaged_settings_are_named_with_the_way_out(finished, traces, tmp_path,
     shutil.copytree(finished, tmp_path / "train")
     (tmp_path / "train/settings.json").write_text(damage)
     with pytest.raises(ValueError, match="settings.json is damaged .*choose another --out or delete the folder"):
-        main(["--data.traces", traces, "--out", str(tmp_path / "train")])
+        command(["--data.traces", traces, "--out", str(tmp_path / "train")])
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(traces, tmp_path):
@@ -416,7 +416,7 @@ def test_a_full_disk_is_an_os_error_that_the_command_line_explains(traces, tmp_p
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "last.ckpt")
 
-    monkeypatch.setattr(command, "write_whole", full)
+    monkeypatch.setattr(fit, "write_whole", full)
     with pytest.raises(OSError, match="No space left"):
         train(traces=traces, out=str(tmp_path), **SETTINGS)
 
@@ -469,7 +469,7 @@ def test_traces_of_two_pairs_are_refused(traces, tmp_path):
 )
 def test_bad_options_are_answered_with_a_sentence(traces, tmp_path, words, sentence):
     with pytest.raises(ValueError, match=sentence):
-        main(["--data.traces", traces, "--out", str(tmp_path / "train"), *words])
+        command(["--data.traces", traces, "--out", str(tmp_path / "train"), *words])
 
 
 def test_a_settings_file_gives_its_train_section_and_the_shared_seed(traces, tmp_path, capsys):
@@ -477,9 +477,9 @@ def test_a_settings_file_gives_its_train_section_and_the_shared_seed(traces, tmp
     file.write_text("seed: 7\ntarget: sums-target\ngather: {samples: 4}\ntrain:\n  model: {lr: 1e-3}\n")
     words = ["--config", str(file), "--data.traces", traces, "--out", "x"]
     with pytest.raises(SystemExit) as stop:
-        main([*words, "--print_config"])
+        command([*words, "--print_config"])
     printed = capsys.readouterr().out
     assert stop.value.code == 0 and "lr: 0.001" in printed and "seed_everything: 7" in printed
     file.write_text("train:\n  model: {widht: 3}\n")
     with pytest.raises(ValueError, match=r"`model.widht` in section `train` of run.yaml .* did you mean `model.width`"):
-        main(words)
+        command(words)

@@ -20,30 +20,31 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import inspect
 import io
 import json
 import logging
 import os
 import sys
 import warnings
-from argparse import ArgumentError
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import make_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_type_hints
 
 import torch
 from pytorch_lightning import LightningModule, Trainer, seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
-from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 
-from ..data.batches import TraceModule
+from ..data.batches import TraceModule, TraceOptions
 from ..files import MOST_THREADS, exclusive, read_settings, sha256, within, write_whole
-from .module import VerifierModule
+from .module import HeadOptions, VerifierModule
 
 CHECKPOINT = "last.ckpt"
 DONE = ("train.json", "distill.json")  # written last, by `diversed train` and by `diversed distill`
@@ -70,145 +71,49 @@ TRAINER_SETTINGS = (
 )
 
 
-def main(args: list[str]) -> None:
-    """Run `diversed train` with the words of the command line."""
-    with quiet(), _sentences():
-        cli = _TrainCLI(args)
-        _fit(
-            cli.trainer,
-            cli.model,
-            cli.datamodule,
-            cli.config["out"],
-            cli.config["seed_everything"],
-            cli.config["threads"],
-        )
-
-
 def train(
-    *,
-    traces: str | list[str],
+    data: TraceOptions,
     out: str,
-    epochs: int = 4,
-    clip: float = 5.0,
-    data: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
+    model: HeadOptions = HeadOptions(),  # noqa: B008  frozen
+    trainer: Mapping[str, Any] = MappingProxyType({}),
     seed: int = 0,
     threads: int = 1,
-    **model: Any,
 ) -> Path:
     """Train a head on traces; the folder it is in.
 
-    Args:
-        traces: folder that `diversed gather` wrote, or a list of them.
-        out: folder to write to; a run that was interrupted there is continued.
-        epochs: passes over the traces.
-        clip: largest norm of the gradient.
-        data: other settings of `TraceModule`, such as batch, validation and reward.
-        trainer: other settings of Lightning's Trainer, such as devices, strategy and plugins.
-        seed: decides held-out prompts, order of texts and the start of a gate with a hidden layer.
-        threads: CPU threads; the same number gives the same head.
-        model: settings of `VerifierModule`, such as features, width and objective.
+    data:    the traces, the size of a batch and what is held out.
+    out:     folder to write to; a run that was interrupted there is continued.
+    model:   the head, its objective and its optimiser.
+    trainer: options of Lightning's Trainer over DEFAULTS, such as max_epochs, devices, strategy and
+             plugins.
+    seed:    decides held-out prompts, order of texts and the start of a head with a hidden layer.
+    threads: CPU threads; the same number gives the same head.
     """
-    with quiet():
-        reads = {
-            "hidden": model.get("features", "logits") != "logits",
-            "logits": model.get("blend") == "logits",
-        }
-        module = TraceModule(traces, seed=seed, **reads, **(data or {}))
+    with quiet(), _sentences():
+        texts = TraceModule(data, seed, model.features != "logits", model.blend == "logits")
         seed_everything(seed, verbose=False)
-        verifier = VerifierModule(
-            **model, draft_hidden=module.draft_hidden, target_hidden=module.target_hidden
-        )
-        options = {"max_epochs": epochs, "gradient_clip_val": clip, **(trainer or {})}
-        trainer = _trainer(out, options)
-        return _fit(trainer, verifier, module, out, seed, threads)
+        module = VerifierModule(model, texts.draft_hidden, texts.target_hidden)
+        return _fit(_trainer(out, trainer), module, texts, out, seed, threads)
 
 
-class _TrainCLI(LightningCLI):
-    """LightningCLI over our module and data, with the settings files and the sentences of the other
-    commands.
+def _trainer_options() -> type:
+    """Lightning's options, with its types and our defaults, as the frozen dataclass that the
+    command line reads.
     """
-
-    def __init__(self, args: list[str]):
-        super().__init__(
-            VerifierModule,
-            TraceModule,
-            args=args,
-            run=False,
-            save_config_callback=None,
-            trainer_defaults=DEFAULTS,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            parser_kwargs={
-                "prog": "diversed train",
-                "description": (
-                    "Train a gate on traces. Run it again to continue an interrupted run."
-                ),
-                "exit_on_error": False,
-            },
-        )
-
-    def add_arguments_to_parser(self, parser) -> None:
-        parser.add_argument(
-            "--out",
-            type=str,
-            required=True,
-            help="Folder to write to; an interrupted run is continued.",
-        )
-        parser.add_argument(
-            "--threads",
-            type=int,
-            default=1,
-            help="CPU threads; the same number gives the same head.",
-        )
-        parser.link_arguments(
-            "model.features", "data.hidden", compute_fn=lambda features: features != "logits"
-        )
-        parser.link_arguments(
-            "model.blend", "data.logits", compute_fn=lambda blend: blend == "logits"
-        )
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        parser.link_arguments("data.draft_hidden", "model.draft_hidden", apply_on="instantiate")
-        parser.link_arguments("data.target_hidden", "model.target_hidden", apply_on="instantiate")
-
-    def parse_arguments(self, parser, args: list[str]) -> None:
-        from ..commands.options import explain, option_names, spell_out, take_config
-
-        args, file = take_config(args)
-        values = _section(file, option_names(parser)) if file else {}
-        start = [f"--config={json.dumps(values)}"] if values else []
-        try:
-            self.config = parser.parse_args(start + spell_out(parser, args, "train"))
-        except ArgumentError as error:
-            raise ValueError(explain(error, parser, "train")) from error
-        if isinstance(self.config["seed_everything"], bool):
-            raise ValueError(
-                "`seed_everything` must be a whole number: with it a run can be repeated and"
-                " continued"
-            )
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return _trainer(
-            self.config["out"], {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        )
+    hints = get_type_hints(Trainer.__init__)
+    options = [
+        (name, hints[name], DEFAULTS.get(name, parameter.default))
+        for name, parameter in inspect.signature(Trainer).parameters.items()
+    ]
+    made = make_dataclass("TrainerOptions", options, frozen=True)
+    made.__doc__ = Trainer.__init__.__doc__
+    return made
 
 
-def _section(file: Path, options: list[str]) -> dict:
-    """What a settings file says about training: its section `train`, or all of a file that has no
-    sections.
-    """
-    from ..commands import settings
-
-    values = settings.load(file)
-    if not any(settings.is_section(key, value) for key, value in values.items()):
-        return settings.select({"train": values}, "train", options, file.name)
-    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
-    return settings.select(
-        {"train": {**seed, **(values.get("train") or {})}}, "train", options, file.name
-    )
+TrainerOptions = _trainer_options()
 
 
-def _trainer(out: str, options: dict[str, Any]) -> Trainer:
+def _trainer(out: str, options: Mapping[str, Any]) -> Trainer:
     """`build_trainer` from options that may name a cluster's parts among those of the Trainer."""
     cluster = {
         name: options[name] for name in ("strategy", "plugins", "callbacks") if name in options
@@ -262,10 +167,11 @@ def _fit(
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
     within(1, MOST_THREADS, threads=threads)
     torch.set_num_threads(threads)
-    if data.batch % trainer.world_size:
+    batch = data.options.batch
+    if batch % trainer.world_size:
         raise ValueError(
             f"`batch` must be a multiple of the {trainer.world_size} processes that share its"
-            f" texts, got {data.batch}"
+            f" texts, got {batch}"
         )
     if trainer.world_size > 1:
         os.environ.setdefault(
@@ -310,9 +216,9 @@ def _settings(
     """Everything the result depends on, as plain data."""
     return {
         **model.settings,
-        "batch": data.batch,
-        "validation": data.validation,
-        "reward": data.reward,
+        "batch": data.options.batch,
+        "validation": data.options.validation,
+        "reward": data.options.reward,
         **{name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "seed": seed,
         "threads": threads,

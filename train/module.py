@@ -5,6 +5,7 @@ written down about it.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,15 +29,14 @@ CHOICES = {
 }
 
 
-class VerifierModule(LightningModule):
-    """A gate and an objective for it.
+@dataclass(frozen=True)
+class HeadOptions:
+    """A head and how it is trained.
 
     Args:
-        features: what the gate sees: hidden (last hidden states), logits (twelve numbers of the two
+        features: what the head sees: hidden (last hidden states), logits (twelve numbers of the two
             rows) or both.
-        draft_hidden: hidden size of the draft model; set from the traces.
-        target_hidden: hidden size of the target model; set from the traces.
-        width: size of one hidden layer, 0 for the paper's linear gate.
+        width: size of one hidden layer, 0 for the paper's linear head.
         lr: highest learning rate of AdamW.
         warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the
             last step.
@@ -44,47 +44,49 @@ class VerifierModule(LightningModule):
         lambda_: weight of the acceptance term beside the reward; larger is faster and further from
             the target.
         ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        acceptance: mean of step acceptance over a text's positions, or the paper's sum, which
+            rewards long texts.
         objective: reinforce (the paper's), attribution (ours: what a substitution costs, by maximum
             likelihood), or bounded (ours: without rewards, most acceptance for a bound on the
             log-likelihood lost).
-        acceptance: "mean" of step acceptance over a text's positions, or the paper's "sum", which
-            rewards long texts.
         blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
         bound: nats of the target's log-likelihood that a text may be expected to lose, for the
             objective `bounded`.
-        start: folder of a trained gate (of `diversed train` or a bundle) to start from, for
-            refitting on few texts of another task or pair; None starts from a constant.
+        start: folder of a trained head (of `diversed train` or a bundle) to start from, for
+            refitting on few texts of another task or pair; null starts from a constant.
         patience: stop after this many epochs without a lower loss on the held-out prompts, and keep
             the head of the best epoch; 0 trains all epochs and keeps the last.
     """
 
-    def __init__(
-        self,
-        features: Literal["hidden", "logits", "both"] = "logits",
-        draft_hidden: int = 0,
-        target_hidden: int = 0,
-        width: int = 0,
-        lr: float = 5e-4,
-        warmup_steps: int = 10,
-        weight_decay: float = 0.01,
-        lambda_: float = 1.0,
-        ratio_clip: float = 0.2,
-        acceptance: Literal["mean", "sum"] = "mean",
-        objective: Literal["reinforce", "attribution", "bounded"] = "reinforce",
-        blend: Literal["probabilities", "logits"] = "probabilities",
-        bound: float = 10.0,
-        start: str | None = None,
-        patience: int = 0,
-    ):
-        settings = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
+    features: Literal["hidden", "logits", "both"] = "logits"
+    width: int = 0
+    lr: float = 5e-4
+    warmup_steps: int = 10
+    weight_decay: float = 0.01
+    lambda_: float = 1.0
+    ratio_clip: float = 0.2
+    acceptance: Literal["mean", "sum"] = "mean"
+    objective: Literal["reinforce", "attribution", "bounded"] = "reinforce"
+    blend: Literal["probabilities", "logits"] = "probabilities"
+    bound: float = 10.0
+    start: str | None = None
+    patience: int = 0
+
+
+class VerifierModule(LightningModule):
+    """A head and an objective for it.
+
+    options: see HeadOptions.
+    draft_hidden, target_hidden: hidden sizes of the two models, 0 for a head on logits alone.
+    """
+
+    def __init__(self, options: HeadOptions, draft_hidden: int = 0, target_hidden: int = 0):
+        settings = asdict(options) | {"draft_hidden": draft_hidden, "target_hidden": target_hidden}
         _refuse_bad(settings)
         super().__init__()
-        self.save_hyperparameters()
         self.settings = settings
-        sizes = (draft_hidden, target_hidden) if features != "logits" else (0, 0)
-        self.head = WeightHead(features, *sizes, width)
+        sizes = (draft_hidden, target_hidden) if options.features != "logits" else (0, 0)
+        self.head = WeightHead(options.features, *sizes, options.width)
         self.register_buffer(
             "price", torch.ones(()), persistent=False
         )  # for the objective `bounded`

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..data.batches import TraceModule
+from ..data.batches import TraceModule, TraceOptions
 from ..files import write_whole
 from ..verifier.head import WeightHead
 
@@ -153,9 +153,8 @@ def _held_out(traces: list[str], train: Path) -> TraceModule:
     """The data as the training saw it, its held-out texts restricted to those of the newest round."""
     settings = json.loads((train / "train.json").read_text())["settings"]
     hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
-    data = TraceModule(
-        traces, 64, settings["validation"], settings["seed"], hidden, logits, settings["reward"]
-    )
+    options = TraceOptions(traces, 64, settings["validation"], settings["reward"])
+    data = TraceModule(options, settings["seed"], hidden, logits)
     data.setup()
     if not len(data.held_index):
         raise ValueError(
