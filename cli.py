@@ -69,7 +69,7 @@ COMMANDS = {
     ),
 }
 
-# ValueError, TypeError and OSError carry the sentences of STYLE.md; a missing module is an extra
+# ValueError, TypeError and OSError carry sentences for users; a missing module is an extra
 # that is not installed.
 USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 
