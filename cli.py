@@ -55,11 +55,11 @@ COMMANDS = {
         "measure quality and speed of methods and relaxations on held-out prompts",
     ),
     "calibrate": (
-        "eval.calibration",
+        "commands.calibrate",
         "calibrate",
         "choose a bundle's bias: quality drops by no more than a limit",
     ),
-    "report": ("eval.page", "command", "write one HTML page of a run, or of several compared"),
+    "report": ("commands.report", "report", "write one HTML page of a run, or of several compared"),
     "decode": ("commands.decode", "decode_command", "write a text, with statistics"),
     "bench": ("commands.bench", "bench", "run a benchmark by its name and print its table"),
     "selfcheck": (

@@ -192,9 +192,9 @@ def _rounds(
 
 def _publish(bundle: str, out: Path, trust_remote_code: bool) -> None:
     """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
-    from ..eval.page import write_page
     from ..eval.speed import summarise
     from ..export.bundle_writer import add_frontier
+    from .report import write_page
 
     add_frontier(bundle, summarise(out / "results.jsonl"))
     write_page(runs=[str(out)], trust_remote_code=trust_remote_code)

@@ -18,7 +18,7 @@ temperature and draft length only.
 
 Below the lowest static quality there is nothing to compare with, and a point there would pass for
 better by its losses: where more than 2.5 % of resamples lie there the verdict is not `better`. See
-`nominal` for how often the rest errs.
+tests/support/nominal.py for how often the rest errs.
 
 Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
 

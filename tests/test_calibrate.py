@@ -8,7 +8,6 @@ import pytest
 import torch
 from diversed import cli
 from diversed.eval.calibration import choose, drop_test, upper_bound
-from diversed.eval.nominal import allowed
 from diversed.eval.sweep import Sweep
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
@@ -20,6 +19,7 @@ from diversed.verifier.head import WeightHead
 from diversed.verifier.relax import parse
 
 from .support.models import module, tokenizer
+from .support.nominal import allowed
 
 TRIALS, LEVEL = 1000, 0.05
 

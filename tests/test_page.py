@@ -10,10 +10,11 @@ import numpy
 import pytest
 import torch
 from diversed import cli
+from diversed.commands.report import write_page
 from diversed.eval.charts import HEIGHT, WIDTH, Line, Point, Scale, lines, scatter
 from diversed.eval.facts import COMMANDS, TOKENS, read_runs, remember
 from diversed.eval.markup import Markup, tag
-from diversed.eval.page import page, write_page
+from diversed.eval.page import page
 from diversed.eval.quality import bootstrap
 from diversed.eval.speed import read_results, score_positions
 from diversed.eval.tokens import FIELDS, numbers_of

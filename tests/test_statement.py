@@ -4,7 +4,6 @@ import math
 
 import numpy
 import pytest
-from diversed.eval.nominal import allowed, rates
 from diversed.eval.statement import (
     LEAST,
     compared_with,
@@ -14,6 +13,8 @@ from diversed.eval.statement import (
     static_speed,
 )
 from scipy.stats import binom, norm
+
+from .support.nominal import allowed, rates
 
 WEIGHTS = (0.0, 0.2, 0.4, 0.6)
 

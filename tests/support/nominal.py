@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-
-from .quality import paired_bootstrap
-from .speed import POINT
-from .statement import COLUMNS, LEVEL, SPEEDS, differences, is_better, static_place, table
+from diversed.eval.quality import paired_bootstrap
+from diversed.eval.speed import POINT
+from diversed.eval.statement import (
+    COLUMNS,
+    LEVEL,
+    SPEEDS,
+    differences,
+    is_better,
+    static_place,
+    table,
+)
 
 
 @dataclass(frozen=True)
