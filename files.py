@@ -50,8 +50,10 @@ def write_whole(path: str | Path, data: bytes | str) -> Path:
         with open(temporary, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(path)  # a full disk names no file
         raise
     return path
 

@@ -19,7 +19,8 @@ from pytorch_lightning import Callback, Trainer
 
 from ..commands.bench import record, table
 from ..data.batches import TraceModule, TraceOptions
-from ..data.traces import LAYOUT, Shard, write_manifest, write_shard
+from ..data.columns import bytes_per_token
+from ..data.traces import Shard, write_manifest, write_shard
 from ..train.fit import DEFAULTS, quiet
 from ..train.module import HeadOptions, VerifierModule
 from ..verifier.head import FEATURES
@@ -84,19 +85,6 @@ def _storage() -> list[dict]:
         }
     )
     return rows
-
-
-def bytes_per_token(hidden: int = 0, stored: int = 0) -> int:
-    """Bytes of a position with `hidden` hidden numbers and `stored` logits of each row; a text adds
-    29 of its own.
-    """
-    size = {"F": len(FEATURES), "H": hidden, "K": stored}
-    total = 0
-    for name, (dtype, axes) in LAYOUT.items():
-        if axes[0] != "X" or (name.endswith("_rest") and not stored):
-            continue
-        total += dtype.itemsize * (size[axes[1]] if len(axes) == 2 else 1)
-    return total
 
 
 def _throughput(

@@ -20,26 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..files import sha256
+from .columns import COLUMNS, batched
 from .traces import MANIFEST, Shard, read_manifest, read_shard
 
-# Padding that no formula trips over: probabilities of 1 have a finite logarithm, the mask takes
-# care of the rest.
-PADDING = {
-    "target_prob": 1.0,
-    "draft_prob": 1.0,
-    "tv": 0.0,
-    "weight": 0.5,
-    "substituted": False,
-    "features": 0.0,
-    "hidden": 0.0,
-    "target_top": 0.0,
-    "draft_top": 0.0,
-    "target_rest": 0.0,
-    "draft_rest": 0.0,
-}
 PER_TEXT = ("reward", "advantage", "base", "graded", "counts")
-SCALARS = ("target_prob", "draft_prob", "tv", "weight", "substituted", "features")
-LOGITS = ("target_top", "draft_top", "target_rest", "draft_rest")
+SCALARS, LOGITS = batched(), batched("logits")
+PADDED = (*SCALARS, *batched("hidden"), *LOGITS)
 
 
 class Texts(Dataset):
@@ -128,9 +114,9 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     length = torch.tensor([len(item["tv"]) for item in items])
     batch = {
         name: pad_sequence(
-            [item[name] for item in items], batch_first=True, padding_value=PADDING[name]
+            [item[name] for item in items], batch_first=True, padding_value=COLUMNS[name].padding
         )
-        for name in PADDING
+        for name in PADDED
         if name in items[0]
     }
     batch["mask"] = torch.arange(int(length.max())) < length[:, None]

@@ -23,8 +23,8 @@ from ..runtime.model import Pair, load_pair
 from ..runtime.relaxer import load_gate
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
-from ..verifier.head import FEATURES
 from ..verifier.relax import parse
+from .columns import bytes_per_token
 from .scores import mean_log_probability
 from .tasks import DataOptions, Task, load_task
 from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
@@ -156,17 +156,6 @@ def gather(
     lock = Path(out) if num_shards == 1 else Path(out) / f".worker-{shard_index}-of-{num_shards}"
     with exclusive(lock):
         return _Gathering(Path(out), settings, sampler, loaded, num_shards, shard_index).run()
-
-
-def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:
-    """Bytes that a trace stores for one token; it does not depend on the vocabulary.
-
-    hidden_numbers: H_draft + H_target where hidden states are stored, else 0.
-    """
-    scalars = 4 + 4 * 4 + 1 + 4 * len(FEATURES)
-    return (
-        scalars + 2 * hidden_numbers + (store_logits * (4 + 2 * 2) + 2 * 4 if store_logits else 0)
-    )
 
 
 class _Gathering:

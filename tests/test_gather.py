@@ -8,7 +8,8 @@ import time
 
 import pytest
 import torch
-from diversed.data.gathering import as_shard, bytes_per_token, gather
+from diversed.data.columns import bytes_per_token
+from diversed.data.gathering import as_shard, gather
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_manifest, read_shards
 from diversed.files import sha256, worker
@@ -115,7 +116,7 @@ def test_bytes_per_token_are_those_of_the_file(tmp_path):
     )
     shard = as_shard(texts, [0] * 50, list(range(50)), [0.0] * 50)
     per_text = 8 + 8 + 4 + 1 + 8  # prompt, sample, reward, finished, start
-    stored = sum(t.numel() * t.element_size() for t in shard.tensors().values())
+    stored = sum(t.numel() * t.element_size() for t in shard.columns.values())
     assert stored == shard.tokens * bytes_per_token(32, 3) + 50 * per_text + 8
 
 

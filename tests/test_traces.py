@@ -1,15 +1,22 @@
 """Traces on disk: a round trip, equal bytes, and a sentence for everything that can be wrong with a folder."""
 
-import dataclasses
 import errno
 import json
 import multiprocessing
+import os
 
 import pytest
 import torch
-from diversed.data.traces import read_manifest, read_shard, read_shards, write_manifest, write_shard
+from diversed.data.columns import REQUIRED
+from diversed.data.traces import (
+    Shard,
+    read_manifest,
+    read_shard,
+    read_shards,
+    write_manifest,
+    write_shard,
+)
 from diversed.files import exclusive, sha256
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .support.traces import synthetic_shard, synthetic_traces
@@ -33,14 +40,18 @@ def edit_shard(folder, **changes):
     edit_manifest(folder, shards=[{**entries[0], "sha256": sha256(path)}, entries[1]])
 
 
+def changed(shard, **columns):
+    return Shard(**{**shard.columns, **columns})
+
+
 def test_a_shard_reads_back_as_it_was_written(tmp_path):
     for hidden in (0, 8):
         shard = synthetic_shard(6, hidden=hidden)
-        shard = dataclasses.replace(shard, target_rest=torch.zeros(shard.tokens)) if hidden else shard
+        shard = changed(shard, target_rest=torch.zeros(shard.tokens)) if hidden else shard
         manifest = {"prompts": 2, "vocab": 6, "draft": {"hidden_size": 3}, "target": {"hidden_size": 5}}
         back = read_shard(tmp_path, write_shard(tmp_path, 7, shard), manifest)
-        assert back.tensors().keys() == shard.tensors().keys()
-        assert all(torch.equal(back.tensors()[name], tensor) for name, tensor in shard.tensors().items())
+        assert back.columns.keys() == shard.columns.keys()
+        assert all(torch.equal(back.columns[name], tensor) for name, tensor in shard.columns.items())
 
 
 def test_equal_shards_have_equal_bytes_and_leave_no_temporary_file(tmp_path):
@@ -112,7 +123,7 @@ def test_wrong_shapes_types_and_fields_are_refused(folder):
 
 def test_a_shard_is_checked_before_it_is_written(tmp_path):
     with pytest.raises(ValueError, match="`tv` must be"):
-        write_shard(tmp_path, 0, dataclasses.replace(synthetic_shard(4), tv=torch.zeros(1)))
+        write_shard(tmp_path, 0, changed(synthetic_shard(4), tv=torch.zeros(1)))
     assert not list(tmp_path.iterdir())
 
 
@@ -121,14 +132,18 @@ def test_a_shard_is_checked_before_it_is_written(tmp_path):
     [
         ({"complete": False}, r"incomplete \(2 shards so far\); run the same `diversed gather` again"),
         ({"format": 2}, "has trace format 2, this version reads format 1"),
-        ({"shards": [{"file": "../x", "sha256": "", "texts": 1, "tokens": 1}]}, "not a file of this folder"),
-        ({"shards": [{"file": "x"}]}, "an entry has another type"),
-        ({"shards": None}, "an entry has another type"),
-        ({"shards": [3]}, "an entry has another type"),
-        ({"shards": []}, "an entry has another type"),
-        ({"target": "x"}, "an entry has another type"),
-        ({"vocab": None}, "an entry has another type"),
-        ({"prompts": 10**12}, "an entry has another type"),
+        (
+            {"shards": [{"file": "../x", "sha256": "", "texts": 1, "tokens": 1}]},
+            r"damaged \(`shards` 0: `file` must be the name of a shard in this folder, got \"../x\"\); gather the traces anew",
+        ),
+        ({"shards": [{"file": "shard-0.safetensors"}]}, "`shards` 0: `sha256` is missing, a text"),
+        ({"shards": None}, "`shards` must be a list of objects, got null"),
+        ({"shards": [3]}, "`shards` 0: it must be an object, got 3"),
+        ({"shards": []}, "it is complete and names no shard"),
+        ({"target": "x"}, '`target` must be an object, got "x"'),
+        ({"target": {"hidden_size": 2.5}}, "`target.hidden_size` must be a whole number, got 2.5"),
+        ({"vocab": None}, "`vocab` must be a whole number, got null"),
+        ({"prompts": 10**12}, "`prompts` must be a whole number, at most 67108864, got 1000000000000"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_refused(folder, changes, sentence):
@@ -141,10 +156,10 @@ def test_a_manifest_that_is_absent_broken_or_short_is_refused(folder):
     with pytest.raises(FileNotFoundError, match="is not a folder of traces; run `diversed gather`"):
         read_manifest(folder / "nowhere")
     (folder / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON"):
+    with pytest.raises(ValueError, match="is damaged .*; gather the traces anew"):
         read_manifest(folder)
     write_manifest(folder, {"complete": True})
-    with pytest.raises(ValueError, match="lacks target, draft"):
+    with pytest.raises(ValueError, match="`target` is missing, an object"):
         read_manifest(folder)
 
 
@@ -184,14 +199,23 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("diversed.data.traces.save_file", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError) as caught:
         write_shard(tmp_path, 0, synthetic_shard(4))
     assert caught.value.errno == errno.ENOSPC and caught.value.filename.endswith("shard-00000.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_has_the_columns_of_the_table_and_no_others():
+    shard = synthetic_shard(4)
+    assert set(REQUIRED) == shard.columns.keys() and shard.hidden is None
+    with pytest.raises(AttributeError, match="has no column `tvs`"):
+        shard.tvs  # noqa: B018
+    with pytest.raises(AssertionError, match="no columns: {'tvs'}"):
+        Shard(**shard.columns, tvs=shard.tv)
 
 
 def test_a_shard_can_be_read_by_those_who_can_read_the_manifest(tmp_path):
