@@ -228,11 +228,8 @@ def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> di
         for name, value in options.items()
         if name not in ("prompt", "output", "trust_remote_code")
     }
-    heads = [
-        Path(source) / "head.safetensors"
-        for source in (parse(each).source for each in relaxations)
-        if source
-    ]
+    bundles = [parse(each).folder for each in relaxations]
+    heads = [bundle / "head.safetensors" for bundle in bundles if bundle]
     network = Path(str(options["branches"])) / "selector.safetensors"
     return (
         chosen
@@ -302,16 +299,11 @@ def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str
     """The pair to load: what the user named, else the bundle's own, else the packaged one."""
     from ..verifier.relax import parse
 
-    parsed = parse(relaxation)
-    if (
-        (target is None or draft is None)
-        and parsed.name == "learned"
-        and parsed.source
-        and ":" not in parsed.source
-    ):
+    bundle = parse(relaxation).folder
+    if bundle and (target is None or draft is None):
         from ..runtime.bundle import read_card
 
-        models = read_card(parsed.source)["models"]
+        models = read_card(bundle)["models"]
         return target or models["target"]["name"], draft or models["draft"]["name"]
     return target or "sums-target", draft or "sums-draft"
 

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..files import sha256
+from ..verifier.relax import parse
 from .columns import COLUMNS, batched
 from .traces import MANIFEST, Shard, read_manifest, read_shard
 
@@ -345,7 +346,7 @@ def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, log
             f"{file} holds no log-probabilities, which training for `blend` logits reads; gather"
             " with --store_logits 64"
         )
-    if logits != ("blend=logits" in manifest["relaxation"].replace(" ", "")):
+    if logits != (parse(manifest["relaxation"], recorded=True).blend == "logits"):
         raise ValueError(
             f"{file} was sampled from {manifest['relaxation']!r}, so its texts tell nothing about"
             f" `blend` {'logits' if logits else 'probabilities'}; gather with a relaxation that"

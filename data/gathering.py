@@ -20,7 +20,7 @@ import torch
 from ..files import MOST_THREADS, exclusive, sha256, versions, within, worker
 from ..runtime.completion import cut
 from ..runtime.model import Pair, load_pair
-from ..runtime.relaxer import load_gate
+from ..runtime.relaxer import load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
 from ..verifier.relax import parse
@@ -110,6 +110,9 @@ def gather(
     parsed = parse(relaxation)
     torch.set_num_threads(threads)
     pair = load_pair(target, draft, dtype, device, trust_remote_code)
+    relaxer = load_relaxer(parsed, pair, sampling)
+    if relaxer.rule.blend == "logits":  # which a bundle's card says, and training must know
+        relaxation = str(relaxer.rule)
     loaded = load_task(task, split=split, limit=prompts, seed=seed, data=data)
     new_tokens = max_new_tokens or loaded.max_new_tokens
     settings = {
@@ -141,12 +144,11 @@ def gather(
         "threads": threads,
         "versions": versions(),
     }
-    if parsed.source and (head := Path(parsed.source) / "head.safetensors").is_file():
+    if parsed.folder and (head := parsed.folder / "head.safetensors").is_file():
         settings["gate"] = sha256(head)  # texts of two gates must not be mixed under one name
     sampler = Sampler(
         pair,
-        parsed,
-        load_gate(parsed, pair, sampling),
+        relaxer,
         sampling,
         new_tokens,
         loaded.stop,

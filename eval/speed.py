@@ -26,10 +26,10 @@ from torch import Tensor
 from ..files import read_settings
 from ..runtime.batch import padded, prefill
 from ..runtime.model import Output, Pair
-from ..runtime.relaxer import Gate, load_gate
+from ..runtime.relaxer import Relaxer, load_relaxer
 from ..runtime.sampling import Sampling, probabilities
 from ..verifier.law import DraftTree
-from ..verifier.relax import Relaxation, parse, relax
+from ..verifier.relax import Relaxation
 from .quality import bootstrap, mcnemar, paired_bootstrap, same_texts
 
 SETTINGS = "eval.json"  # what the results beside it were decoded with
@@ -96,20 +96,19 @@ def score_positions(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
-    relaxation: str | Relaxation,
+    relaxation: str | Relaxation | Relaxer,
     sampling: Sampling,
-    gate: Gate | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[PositionSums]:
     """The sums of every text, from one teacher-forced pass of both models.
 
     prompts, completions: token ids; a completion ends with its end-of-text token where it has one.
-    gate: of a learned relaxation; loaded if not given.
     chunk_bytes: bounds the memory for rows; positions are cut accordingly, the figures stay the
         same.
     """
-    rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
-    gate = gate or load_gate(rule, pair, sampling)
+    relaxer = relaxation
+    if not isinstance(relaxation, Relaxer):
+        relaxer = load_relaxer(relaxation, pair, sampling)
     if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"prompts {empty} are empty; a text needs at least one token before it")
     if not any(completions):
@@ -121,16 +120,15 @@ def score_positions(
     tokens, count = padded(texts)
     end = count - 1
     sums = torch.zeros(4, len(texts), dtype=torch.float64)
-    needs_hidden = bool(gate and gate.needs_hidden)
     for start, draft, target in passes(
-        pair, tokens[:, :-1], int(first.min()), needs_hidden, chunk_bytes
+        pair, tokens[:, :-1], int(first.min()), relaxer.needs_hidden, chunk_bytes
     ):
         position = start + torch.arange(draft.logits.shape[1])
         scored = (position >= first[:, None]) & (position < end[:, None])
         following = tokens[:, start + 1 : start + 1 + len(position)]
-        sums += _chunk(draft, target, scored, following, rule, gate, sampling, spent=sums[1])
+        sums += _chunk(draft, target, scored, following, relaxer, sampling, spent=sums[1])
     return [
-        PositionSums(int(n), acceptance, bias, weight if _is_blend(rule) else None, logprob)
+        PositionSums(int(n), acceptance, bias, weight if relaxer.rule.is_blend else None, logprob)
         for n, (acceptance, bias, weight, logprob) in zip(end - first, sums.T.tolist(), strict=True)
     ]
 
@@ -140,8 +138,7 @@ def _chunk(
     target: Output,
     scored: Tensor,
     following: Tensor,
-    rule: Relaxation,
-    gate: Gate | None,
+    relaxer: Relaxer,
     sampling: Sampling,
     spent: Tensor,
 ) -> Tensor:
@@ -150,7 +147,7 @@ def _chunk(
 
     spent: [B] bias of the earlier positions, which a budget counts.
     """
-    p, q, v, weight = rows(draft, target, scored, following, rule, gate, sampling, spent)
+    p, q, v, weight = rows(draft, target, scored, following, relaxer, sampling, spent)
     likelihood = (
         p.gather(-1, following.to(p.device).unsqueeze(-1)).squeeze(-1).clamp_min(1e-30).log()
     )
@@ -165,8 +162,7 @@ def rows(
     target: Output,
     scored: Tensor,
     following: Tensor,
-    rule: Relaxation,
-    gate: Gate | None,
+    relaxer: Relaxer,
     sampling: Sampling,
     spent: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,28 +170,13 @@ def rows(
     device = target.logits.device
     scored, following = scored.to(device), following.to(device)
     p, q = probabilities(target.logits, sampling), probabilities(draft.logits.to(device), sampling)
-    weight = None
-    if gate:
-        hidden = (
-            torch.cat([draft.hidden.to(device), target.hidden], -1) if gate.needs_hidden else None
-        )
-        weight = gate(q, p, hidden)
     # A text is a chain; positions outside it look like places where the draft was not run, so they
     # cost nothing.
     chain = DraftTree(
         following, tuple(range(-1, following.shape[1] - 1)), q * scored.unsqueeze(-1), p
     )
-    v = relax(chain, rule, weight, spent=spent.to(device)).target
-    bias = _total_variation(p, v)
-    if weight is None:
-        weight = torch.full_like(bias, torch.nan if rule.constant is None else rule.constant)
-    if rule.budget is not None:
-        weight = torch.where((bias == 0) & (_total_variation(p, q) > 0), 0, weight)
-    return p, q, v, weight
-
-
-def _is_blend(rule: Relaxation) -> bool:
-    return rule.name in ("none", "ensemble", "learned")
+    relaxed = relaxer(chain, (draft.hidden, target.hidden), spent.to(device))
+    return p, q, relaxed.tree.target, relaxed.weight
 
 
 def passes(

@@ -226,9 +226,7 @@ class Sweep:
         seconds = (time.perf_counter() - began) / len(unit)
         tokens = [completion.tokens for completion in completions]
         prompts = [request.tokens for request in requests.values()]
-        sums = score_positions(
-            engine.pair, prompts, tokens, engine.relaxation, engine.sampling, engine.gate
-        )
+        sums = score_positions(engine.pair, prompts, tokens, engine.relaxer, engine.sampling)
         for index, completion, total in zip(unit, completions, sums, strict=True):
             example = task.examples[index]
             yield {

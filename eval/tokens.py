@@ -21,7 +21,7 @@ from torch import Tensor
 from ..files import read_settings, sha256, write_whole
 from ..runtime.batch import padded
 from ..runtime.model import Pair, load_pair
-from ..runtime.relaxer import load_gate
+from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation, parse
 from .facts import RESULTS, TOKENS, Run, best_point, head_checksum
@@ -129,7 +129,7 @@ def numbers_of(
 ) -> list[Tensor]:
     """For every text [T, 7] float64: p and q of its token, the draft's share there, the target's
     most likely token and its p, TV(p, q), and TV(p, v), what the share costs."""
-    gate = load_gate(rule, pair, sampling)
+    relaxer = load_relaxer(rule, pair, sampling)
     texts = [
         [*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)
     ]
@@ -138,12 +138,12 @@ def numbers_of(
     parts, spent = [], torch.zeros(len(texts), dtype=torch.float64)
     skip = int(first.min())
     for start, draft, target in passes(
-        pair, tokens[:, :-1], skip, bool(gate and gate.needs_hidden), CHUNK_BYTES
+        pair, tokens[:, :-1], skip, relaxer.needs_hidden, CHUNK_BYTES
     ):
         position = start + torch.arange(draft.logits.shape[1])
         scored = (position >= first[:, None]) & (position < (count - 1)[:, None])
         following = tokens[:, start + 1 : start + 1 + len(position)]
-        p, q, v, weight = rows(draft, target, scored, following, rule, gate, sampling, spent)
+        p, q, v, weight = rows(draft, target, scored, following, relaxer, sampling, spent)
         taken = following.to(p.device).unsqueeze(-1)
         best, likely = p.max(-1)
         values = [p.gather(-1, taken)[..., 0], q.gather(-1, taken)[..., 0], weight, likely, best]

@@ -21,7 +21,7 @@ from .completion import Completion, Request, check_stop
 from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
 from .graphs import StaticBatch, StaticState, obstacle
 from .model import Pair
-from .relaxer import load_gate
+from .relaxer import load_relaxer
 from .sampling import Sampling
 
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the
@@ -177,7 +177,8 @@ class Engine:
         self.shapes, self.trunk = self.selector.shapes, trunk
         self.shape = max(self.shapes, key=lambda shape: shape.nodes)
         self.depth = max(shape.depth for shape in self.shapes)
-        self.gate = load_gate(self.relaxation, pair, self.sampling)
+        self.relaxer = load_relaxer(self.relaxation, pair, self.sampling)
+        self.relaxation, self.gate = self.relaxer.rule, self.relaxer.gate
         self.hidden = bool(self.gate and self.gate.needs_hidden) or self.selector.looks_back
         self.leaf = int(relax_leaf and self.depth > 0)
         if self.leaf and self.selector.confidence:

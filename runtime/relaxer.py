@@ -1,29 +1,55 @@
-"""Where a blend's weight comes from: a bundle's head, or any callable that a user names.
+"""A relaxation ready for use: the rule, and what computes its weights.
 
-A gate is `gate(draft, target, hidden) -> weight`: rows [..., V] of both models at a context and,
-where it asks for them, their last hidden states [..., H_draft + H_target], draft first; the result
-[...] is the draft's share, in [0, 1]. It sees one context at a time, so the weight of a node never
-depends on which siblings were drawn.
+    relaxer = load_relaxer("runs/quickstart/bundle;bias=1", pair, sampling)
+    relaxed = relaxer(tree, (draft_hidden, target_hidden))   # tree, weight, cost
+
+The weight of a learned rule comes from a bundle's head or from a function that the user names. It
+is called with the rows [..., V] of both models at a context and, if it needs them, with their last
+hidden states [..., H_draft + H_target], draft first. The result [...] is the draft's share, in [0,
+1]. It sees one context at a time, so the weight of a node never depends on which siblings were
+drawn.
+
+Nothing here waits for the device, but the check of a function that the user names (`checked`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from ..verifier.relax import Relaxation
+from ..verifier.head import WeightHead
+from ..verifier.law import DraftTree
+from ..verifier.relax import Relaxation, parse, relax, substitutions
+from .bundle import Bundle, load_bundle
 from .model import Pair
 from .sampling import Sampling
+
+Hidden = tuple[Tensor | None, Tensor | None]  # of draft and target, [..., H_draft], [..., H_target]
+NO_HIDDEN: Hidden = (None, None)
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """What became of a tree.
+
+    tree:   the tree, its target rows relaxed; the very same object if the rule is `none`.
+    weight: [B, N] float32, the draft's share at each node: 0 where the budget left the target's row,
+        NaN where the draft was not run, and everywhere if the rule is no blend.
+    cost:   [B, N] float64, expected substitutions of the token that follows each node.
+    """
+
+    tree: DraftTree
+    weight: Tensor
+    cost: Tensor
 
 
 @dataclass(frozen=True)
 class Gate:
-    """weight: the callable; needs_hidden: whether both models must return hidden states; checked:
-    whether its answers are looked at, which waits for the device.
-    """
+    """What `Batch` and the static step read of a relaxer."""
 
     weight: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     needs_hidden: bool = False
@@ -33,75 +59,137 @@ class Gate:
         return self.weight(draft, target, hidden)
 
 
-def load_gate(relaxation: Relaxation, pair: Pair, sampling: Sampling) -> Gate | None:
-    """The gate of a learned relaxation, None for those that need none.
-
-    A source `package.module:NAME` names a factory that is called with the tokenizer and returns the
-    gate.
+@dataclass(frozen=True)
+class Relaxer:
+    """rule: the relaxation, its blend known.
+    weigh: of a learned rule: (draft's rows, target's rows, hidden states or None) -> the draft's
+        share.
+    needs_hidden: whether `weigh` reads hidden states.
+    checked: whether the host looks at what `weigh` returns, so that no captured step can hold it.
     """
-    if relaxation.name != "learned":
-        return None
-    if not relaxation.source:
+
+    rule: Relaxation
+    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    needs_hidden: bool = False
+    checked: bool = False
+
+    def __call__(
+        self, tree: DraftTree, hidden: Hidden = NO_HIDDEN, spent: Tensor | None = None
+    ) -> Relaxed:
+        """hidden: last hidden states [B, N, H] of draft and target; read only if `needs_hidden`.
+        spent: [B] substitutions already charged to each request, for a budget.
+        """
+        weight = self.weight(tree, hidden)
+        relaxed = relax(tree, self.rule, weight if self.weigh else None, spent=spent)
+        cost = substitutions(tree, relaxed)
+        if self.rule.budget is not None:
+            weight = torch.where(cost > 0, weight, 0)
+        weight = torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
+        return Relaxed(relaxed, weight, cost)
+
+    def weight(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> Tensor:
+        """[B, N] the draft's share at each node before any budget, which a kernel takes; NaN if the
+        rule is no blend. Only a learned rule reads the tree's rows.
+        """
+        if self.weigh is None:
+            constant = torch.nan if self.constant is None else self.constant
+            return torch.full_like(tree.tokens, constant, dtype=torch.float32)
+        both = None
+        if self.needs_hidden:
+            draft, target = hidden
+            both = torch.cat([draft.to(target.device), target], -1)
+        return self.weigh(tree.draft, tree.target, both)
+
+    @property
+    def gate(self) -> Gate | None:
+        return Gate(self.weigh, self.needs_hidden, self.checked) if self.weigh else None
+
+    @property
+    def constant(self) -> float | None:
+        """The draft's share if it is the same at every node, else None."""
+        return self.rule.constant
+
+    @property
+    def fusible(self) -> bool:
+        """Whether a method's kernel can relax while it verifies, given `weight`.
+
+        That is so for a blend of probabilities without a budget: a budget changes weights from node
+        to node, and other rules are not made of a weight.
+        """
+        return self.rule.is_blend and self.rule.blend != "logits" and self.rule.budget is None
+
+
+def load_relaxer(relaxation: str | Relaxation, pair: Pair, sampling: Sampling) -> Relaxer:
+    """The relaxation with the head or the function that it names, checked for this pair."""
+    rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
+    if rule.name != "learned":
+        return Relaxer(rule)
+    if rule.is_code:
+        if rule.bias:
+            raise ValueError(
+                f"`bias` moves the logit of a head; the weight function {rule.source} has none,"
+                " leave it out"
+            )
+        made = _made(rule.source, pair.tokenizer)
+        return Relaxer(rule, _checked(made, rule.source), checked=True)
+    if not rule.source:
         raise ValueError(
             "`learned` needs to know which head: give the bundle's folder, or package.module:NAME"
         )
-    if ":" in relaxation.source and "/" not in relaxation.source:
-        if relaxation.bias:
-            raise ValueError(
-                f"`bias` moves the logit of a head; the gate {relaxation.source} has none, leave"
-                " it out"
-            )
-        return Gate(
-            _checked(_made(relaxation.source, pair.tokenizer), relaxation.source), checked=True
-        )
-    from .bundle import load_bundle
-
-    bundle = load_bundle(relaxation.source, pair.target, pair.draft, sampling)
-    if (blend := bundle.card["head"].get("blend", "probabilities")) != relaxation.blend:
-        raise ValueError(
-            f"bundle {relaxation.source} was trained for the blend of {blend}; write"
-            f" {relaxation.source};blend={blend}"
-        )
-    head = bundle.head.to(pair.target.device)
-    bias = relaxation.bias or 0.0
-    return Gate(
-        lambda draft, target, hidden: head.weight(draft, target, hidden, bias), head.needs_hidden
+    return bundle_relaxer(
+        rule, load_bundle(rule.folder, pair.target, pair.draft, sampling), pair.target.device
     )
 
 
-def _checked(gate: Callable, source: str) -> Callable:
-    """The user's gate, its answers checked: a law is only a law for weights in [0, 1]."""
+def bundle_relaxer(rule: Relaxation, bundle: Bundle, device: torch.device) -> Relaxer:
+    """The relaxer of a bundle's head, whose card says the blend; the string may say it too."""
+    blend = bundle.card["head"].get("blend", "probabilities")
+    if rule.blend not in ("", blend):
+        raise ValueError(
+            f"bundle {rule.source} was trained for the blend of {blend}, got {str(rule)!r}; leave"
+            " `blend` out"
+        )
+    head: WeightHead = bundle.head.to(device)
+    bias = rule.bias or 0.0
+    return Relaxer(
+        replace(rule, blend=blend),
+        lambda draft, target, hidden: head.weight(draft, target, hidden, bias),
+        head.needs_hidden,
+    )
 
-    def weight(draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
-        found = gate(draft, target, hidden)
+
+def _checked(function: Callable, source: str) -> Callable:
+    """The user's function, its answers checked: a law is only a law for weights in [0, 1]."""
+
+    def weigh(draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
+        found = function(draft, target, hidden)
         shape = draft.shape[:-1]
         if (
             not isinstance(found, Tensor)
             or found.shape != shape
             or not bool(((found >= 0) & (found <= 1)).all())
         ):
-            got = (
-                f"{list(found.shape)}, {found.min():.3g} to {found.max():.3g}"
-                if isinstance(found, Tensor)
-                else found
-            )
+            got = found
+            if isinstance(found, Tensor):
+                got = f"{list(found.shape)}, {found.min():.3g} to {found.max():.3g}"
             raise ValueError(
-                f"the gate {source} must return weights {list(shape)} in [0, 1], got {got}"
+                f"the weight function {source} must return weights {list(shape)} in [0, 1], got {got}"
             )
         return found
 
-    return weight
+    return weigh
 
 
 def _made(source: str, tokenizer) -> Callable:
+    """The function that the factory named by `source` makes for this tokenizer."""
     module, name = source.split(":", 1)
     try:
-        gate = getattr(importlib.import_module(module), name)(tokenizer)
-        if not callable(gate):
-            raise TypeError(f"it returned a {type(gate).__name__}")
+        function = getattr(importlib.import_module(module), name)(tokenizer)
+        if not callable(function):
+            raise TypeError(f"it returned a {type(function).__name__}")
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"no gate at {source!r}: {error}; give package.module:NAME of a factory that takes the"
-            " tokenizer and returns gate(draft, target, hidden)"
+            f"no weight function at {source!r}: {error}; give package.module:NAME of a factory that"
+            " takes the tokenizer and returns weigh(draft, target, hidden)"
         ) from error
-    return gate
+    return function

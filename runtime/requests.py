@@ -21,6 +21,7 @@ from typing import Any
 
 from ..files import SEEDS, within
 from ..verifier.relax import parse
+from .bundle import read_card
 from .completion import Completion
 from .prompt import check_text
 
@@ -116,11 +117,8 @@ def check_relaxation(relaxation: str) -> None:
     """Refuse what is no relaxation, or names a folder that is no bundle, before any model is
     loaded.
     """
-    rule = parse(relaxation)
-    if rule.source and ":" not in rule.source:
-        from .bundle import read_card
-
-        read_card(rule.source)
+    if folder := parse(relaxation).folder:
+        read_card(folder)
 
 
 class Results:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..verifier.head import logit_features
 from ..verifier.law import DraftTree, inverse_cdf
-from ..verifier.relax import Relaxation, relax
 from .batch import padded, prefill, refuse_nan
 from .completion import stopped
 from .engine import check_prompts
 from .model import Pair
-from .relaxer import Gate
+from .relaxer import Relaxer
 from .sampling import Sampling, probabilities
 from .uniforms import uniforms
 
@@ -45,8 +44,7 @@ class Sampler:
     """What stays the same for every batch of a gathering."""
 
     pair: Pair
-    relaxation: Relaxation
-    gate: Gate | None
+    relaxer: Relaxer
     sampling: Sampling
     max_new_tokens: int
     stop: tuple[str, ...] = ()
@@ -126,7 +124,7 @@ class Sampler:
         """One token for every row: tokens [B] and the columns of the trace at this position, each
         [B, ...].
         """
-        needs_hidden = self.hidden or bool(self.gate and self.gate.needs_hidden)
+        needs_hidden = self.hidden or self.relaxer.needs_hidden
         slot = state.base + position
         seen = torch.arange(slot + 1, device=state.length.device)
         visible = (seen < state.length[:, None, None]) | (seen >= state.base)
@@ -139,40 +137,27 @@ class Sampler:
         target, draft = (probabilities(values, self.sampling) for values in logits)
         for rows, which in ((target, "target"), (draft, "draft")):
             refuse_nan(rows, which, state.names)
-        hidden = (
-            torch.cat([outs[1].hidden[:, 0].to(target.device), outs[0].hidden[:, 0]], -1)
-            if needs_hidden
-            else None
-        )
-        weight = self._weight(draft, target, hidden)
+        hidden = outs[1].hidden, outs[0].hidden
         tree = DraftTree(state.last, (-1,), draft.unsqueeze(1), target.unsqueeze(1))
-        relaxed = relax(tree, self.relaxation, weight.unsqueeze(1) if self.gate else None).target[
-            :, 0
-        ]
+        relaxed = self.relaxer(tree, hidden)
         coins = uniforms(state.seed, state.length + position + 1, 3)
-        token, substituted = couple(target, relaxed, coins)
+        token, substituted = couple(target, relaxed.tree.target[:, 0], coins)
         at = token.unsqueeze(1)
         columns = {
             "token": token.int(),
             "target_prob": target.gather(1, at).squeeze(1),
             "draft_prob": draft.gather(1, at).squeeze(1),
             "tv": (0.5 * (target - draft).abs().sum(-1)).clamp(0, 1),
-            "weight": weight,
+            "weight": relaxed.weight[:, 0],
             "substituted": substituted,
             "features": logit_features(draft, target),
         }
         if self.hidden:
-            columns["hidden"] = hidden.half()
+            parts = [part[:, 0].to(target.device) for part in hidden]
+            columns["hidden"] = torch.cat(parts, -1).half()
         if self.store_logits:
             columns |= _top(target, draft, self.store_logits)
         return token, columns
-
-    def _weight(self, draft: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
-        """[B] the draft's share; nan where the relaxation is not a blend."""
-        if self.gate:
-            return self.gate(draft, target, hidden).float()
-        constant = self.relaxation.constant
-        return torch.full_like(target[..., 0], torch.nan if constant is None else constant)
 
 
 @dataclass

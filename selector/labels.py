@@ -34,14 +34,13 @@ from ..runtime.drafting import Topology, children
 from ..runtime.engine import check_prompts
 from ..runtime.model import Pair
 from ..runtime.progress import bar
-from ..runtime.relaxer import load_gate
+from ..runtime.relaxer import Relaxer, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
 from ..runtime.uniforms import uniforms
 from ..verifier.efficiency import block_efficiency, chain_efficiency
 from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.methods import METHODS
-from ..verifier.relax import parse, relax
 
 CHAINS = ("token", "block")
 AS_TOKEN = (
@@ -177,8 +176,8 @@ class ShapeGatherer:
     stop: tuple[str, ...] = ()
 
     @cached_property
-    def gate(self):
-        return load_gate(parse(self.relaxation), self.pair, self.sampling)
+    def relaxer(self) -> Relaxer:
+        return load_relaxer(self.relaxation, self.pair, self.sampling)
 
     @cached_property
     def combs(self) -> dict[str, Comb]:
@@ -198,8 +197,7 @@ class ShapeGatherer:
         """The tensors of LAYOUT for one text of every prompt."""
         deepest = max(comb.topology.depth for comb in self.combs.values())
         check_prompts(self.pair, prompts, self.max_new_tokens + deepest + 1)
-        rule = parse(self.relaxation)
-        sampler = Sampler(self.pair, rule, self.gate, self.sampling, self.max_new_tokens, self.stop)
+        sampler = Sampler(self.pair, self.relaxer, self.sampling, self.max_new_tokens, self.stop)
         samples = sampler.run(prompts, 1, lambda prompt, _: (seed << 44) ^ (prompt << 16))
         texts = [
             prompt + sample.tokens for prompt, sample in zip(prompts.values(), samples, strict=True)
@@ -320,8 +318,7 @@ class ShapeGatherer:
         )
         states = torch.cat([state.hidden[0].unsqueeze(1), out.hidden.float()], 1)
         tree = DraftTree(tokens, topology.parents, rows, target)
-        weight = self.gate(rows, target, torch.cat([hidden, states], -1)) if self.gate else None
-        return relax(tree, self.relaxation, weight)
+        return self.relaxer(tree, (hidden, states)).tree
 
     def _call(
         self, model, state: _Roots, cache, topology: Topology, tokens: Tensor, level: int | None

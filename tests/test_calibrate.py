@@ -13,10 +13,9 @@ from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.bundle import load_bundle
 from diversed.runtime.model import load_pair
-from diversed.runtime.relaxer import load_gate
+from diversed.runtime.relaxer import load_relaxer
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
-from diversed.verifier.relax import parse
 
 from .support.models import module, tokenizer
 from .support.nominal import allowed
@@ -155,8 +154,8 @@ def test_where_no_bias_is_justified_the_gate_is_closed_and_says_so(workplace, bu
     assert [found["bias"] for found in card["calibration"]["tried"]] == [-1]
     assert "CLOSED, decoding with it is exact decoding" in (bundle / "README.md").read_text()
     with pytest.warns(UserWarning, match=r"is closed, decoding with it is exact: .* shown to lose at most 0.1"):
-        gate = load_gate(parse(f"{bundle};bias=2"), workplace[1], Sampling())
-    assert gate(*torch.rand(2, 5, 7).softmax(-1)).tolist() == [0.0] * 5
+        relaxer = load_relaxer(f"{bundle};bias=2", workplace[1], Sampling())
+    assert relaxer.weigh(*torch.rand(2, 5, 7).softmax(-1), None).tolist() == [0.0] * 5
 
 
 def test_a_score_that_the_limit_could_not_exceed_is_told_and_no_other(workplace, bundle, capsys, monkeypatch):

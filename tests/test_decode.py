@@ -179,7 +179,7 @@ def wide_gate(tokenizer):
 @pytest.mark.parametrize("name", ["nan_gate", "wide_gate"])
 def test_a_gate_that_gives_no_weights_in_zero_to_one_is_refused(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "gates", sys.modules[__name__])
-    with pytest.raises(ValueError, match=rf"the gate gates:{name} must return weights \[1, 6\] in \[0, 1\]"):
+    with pytest.raises(ValueError, match=rf"the weight function gates:{name} must return weights \[1, 6\] in \[0, 1\]"):
         decode(tiny_pair(11), [[2, 3]], relaxation=f"gates:{name}", max_new_tokens=4)
 
 
@@ -217,8 +217,8 @@ def test_stop_strings_are_found_across_tokens_and_cut_off():
         ({"method": "gbv", "branches": 100}, "at most 64 paths"),
         ({"method": "univer", "drafting": "without_replacement"}, "another pair would change the law of the text"),
         ({"method": "univer", "branches": "auto"}, "chooses the number of paths of gbv"),
-        ({"relaxation": "math:sqrt"}, "no gate at 'math:sqrt': must be real number"),
-        ({"relaxation": "builtins:repr"}, "no gate at 'builtins:repr': it returned a str"),
+        ({"relaxation": "math:sqrt"}, "no weight function at 'math:sqrt': must be real number"),
+        ({"relaxation": "builtins:repr"}, "no weight function at 'builtins:repr': it returned a str"),
         ({"seeds": [1, 2, 3]}, "`seeds` must hold one seed for each of 1 prompts"),
     ],
 )

@@ -149,6 +149,7 @@ def answered(read, *given):
 def test_a_relaxation_is_read_or_refused(text):
     found = answered(parse, text)
     assert found is None or found.budget is None or found.budget >= 0
+    assert found is None or parse(str(found)) == found
 
 
 @few

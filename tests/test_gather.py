@@ -13,7 +13,7 @@ from diversed.data.gathering import as_shard, gather
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_manifest, read_shards
 from diversed.files import sha256, worker
-from diversed.runtime.relaxer import Gate
+from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.rollouts import Sampler, couple
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import logit_features
@@ -25,7 +25,7 @@ VOCAB, LENGTH = 4, 3
 
 
 def sampler(pair, relaxation, gate=None, length=LENGTH, **options):
-    return Sampler(pair, parse(relaxation), gate, Sampling(), length, **options)
+    return Sampler(pair, Relaxer(parse(relaxation), gate), Sampling(), length, **options)
 
 
 def test_the_maximal_coupling_has_the_relaxed_law_and_replaces_as_rarely_as_possible():
@@ -55,8 +55,7 @@ def test_sampled_texts_follow_the_relaxed_law(relaxation):
 
 def test_a_trace_holds_the_numbers_of_both_models_at_its_own_contexts():
     pair, prompts = tiny_pair(7), {0: [2, 3], 1: [4, 5, 6, 2], 2: [3]}
-    gate = Gate(lambda draft, target, hidden: draft.amax(-1) * target.amax(-1))
-    texts = sampler(pair, "learned", gate, length=12, hidden=True, store_logits=3).run(
+    texts = sampler(pair, "learned", lambda draft, target, hidden: draft.amax(-1) * target.amax(-1), length=12, hidden=True, store_logits=3).run(
         prompts, 2, lambda p, s: 10 * p + s
     )
     for i, text in enumerate(texts):

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,7 +265,8 @@ def test_relaxing_does_not_write_into_the_tree_and_keeps_its_dtype():
         ("cascade-token:0.2", Relaxation("cascade-token", (0.2,))),
         ("typical:0.09,0.3", Relaxation("typical", (0.09, 0.3))),
         ("learned;bias=-0.5;budget=3", Relaxation("learned", bias=-0.5, budget=3.0)),
-        ("runs/gsm8k/bundle;bias=0.5", Relaxation("learned", bias=0.5, source="runs/gsm8k/bundle")),
+        ("runs/gsm8k/bundle;bias=0.5", Relaxation("learned", bias=0.5, source="runs/gsm8k/bundle", blend="")),
+        ("a/b;blend=probabilities", Relaxation("learned", source="a/b")),
         ("my.gates:GATE", Relaxation("learned", source="my.gates:GATE")),
     ],
 )
@@ -274,8 +276,43 @@ def test_a_relaxation_string_is_parsed(text, expected):
 
 def test_the_name_of_a_folder_is_a_bundle(tmp_path, monkeypatch):
     (tmp_path / "heads").mkdir()
+    (tmp_path / "my.heads:HEAD").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert parse("heads") == Relaxation("learned", source="heads")
+    assert parse("heads") == Relaxation("learned", source="heads", blend="")
+    named_like_code = parse("my.heads:HEAD")
+    assert not named_like_code.is_code and parse(str(named_like_code)) == named_like_code
+
+
+def test_a_bundle_of_a_finished_run_need_not_exist_any_more():
+    with pytest.raises(ValueError, match="unknown relaxation"):
+        parse("bundle;bias=1")
+    assert parse("bundle;bias=1", recorded=True) == Relaxation("learned", bias=1, source="bundle", blend="")
+
+
+@pytest.mark.parametrize(
+    "text, canonical, kind",
+    [
+        ("none", "none", "exact"),
+        ("ensemble: 0.30", "ensemble:0.3", "static"),
+        ("ensemble:0.123456789012", "ensemble:0.123456789012", "static"),
+        ("ensemble:0.3;budget=2;bias=1;blend=logits", "ensemble:0.3;blend=logits;bias=1;budget=2", "static"),
+        ("ensemble:0.3;blend=probabilities", "ensemble:0.3", "static"),
+        ("typical:.09, .3;budget=1e-7", "typical:0.09,0.3;budget=1e-07", "other"),
+        ("learned", "learned", "learned"),
+        ("runs/a/bundle; bias=-1", "runs/a/bundle;bias=-1", "learned"),
+        ("runs/a/bundle;blend=logits", "runs/a/bundle;blend=logits", "learned"),
+        ("runs/a/bundle;blend=probabilities", "runs/a/bundle;blend=probabilities", "learned"),
+        ("my.gates:GATE;blend=logits", "my.gates:GATE;blend=logits", "code"),
+    ],
+)
+def test_a_relaxation_is_written_as_it_is_read(text, canonical, kind):
+    rule = parse(text)
+    assert str(rule) == canonical and parse(canonical) == rule
+    assert rule.kind == kind and rule.is_code == (kind == "code") and rule.is_blend == (kind != "other")
+    assert rule.folder == (Path(rule.source) if "/" in text else None)
+    assert parse(str(rule.with_bias(0.25).with_budget(3))) == replace(rule, bias=0.25, budget=3)
+    assert rule.with_bias(1).with_bias(None) == replace(rule, bias=None)
+    assert rule.base == canonical.split(";")[0]
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ def test_with_a_gate_the_labels_are_those_of_the_relaxed_rows(monkeypatch):
 
 def text_of(made, prompt):
     from diversed.runtime.rollouts import Sampler
-    from diversed.verifier.relax import parse
 
-    sampler = Sampler(made.pair, parse(made.relaxation), None, made.sampling, made.max_new_tokens)
+    sampler = Sampler(made.pair, made.relaxer, made.sampling, made.max_new_tokens)
     return prompt + sampler.run({0: prompt}, 1, lambda *_: 1 << 44)[0].tokens
 
 

@@ -3,7 +3,7 @@ that row.
 
     none              the target's own row
     ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers write 1 - w)
-    learned           the same with a weight per node, computed by a gate (DIVERSED, arXiv 2604.07622);
+    learned           the same with a weight per node, computed by a head (DIVERSED, arXiv 2604.07622);
                       also written as a bundle folder, or as package.module:NAME
     lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)  (Leviathan 2023)
     cascade-opt:a     the draft's row unless it is too unsure, then the target's; also cascade-diff:a,
@@ -12,8 +12,9 @@ that row.
     typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread by the target
 
 `;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the
-paper's code does. After any of them `;bias=0.5` (added to the logit of the weight, where the weight
-is computed: the gate's logit, or the ensemble's constant; rules without a weight have none to
+paper's code does. A bundle's card says which blend its head was trained for, so a bundle needs no
+`;blend=`. After any of them `;bias=0.5` (added to the logit of the weight, where the weight
+is computed: the head's logit, or the ensemble's constant; rules without a weight have none to
 shift) and `;budget=3` (expected substitutions per text).
 
 The weight of a node depends on that node's context only, never on which siblings were drawn. Where
@@ -57,14 +58,15 @@ from .law import DraftTree, depths
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A parsed relaxation string.
+    """A parsed relaxation string; `str` writes it again, and `parse` reads that as the same one.
 
     name:       one of RULES or "learned".
     parameters: the numbers after the colon.
     bias:       added to the logit of the weight where it is computed, or None.
     budget:     largest sum of substitutions along a text, or None.
     source:     for "learned": a bundle folder or `package.module:NAME`, else "".
-    blend:      of ensemble and learned: "probabilities" or "logits".
+    blend:      of ensemble and learned: "probabilities" or "logits"; "" if the string names a bundle
+        and leaves it to the card.
     """
 
     name: str
@@ -73,6 +75,58 @@ class Relaxation:
     budget: float | None = None
     source: str = ""
     blend: str = "probabilities"
+
+    def __str__(self) -> str:
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        return ";".join([self.base, *options])
+
+    @property
+    def base(self) -> str:
+        """The part before the first `;`: the rule and its numbers, the bundle, or the code."""
+        if self.parameters:
+            return f"{self.name}:{','.join(map(_written, self.parameters))}"
+        return self.source or self.name
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What stands after the first `;`, by name."""
+        found = {}
+        if self.blend and self.blend != ("" if self.folder else "probabilities"):
+            found["blend"] = self.blend
+        for name in ("bias", "budget"):
+            if (number := getattr(self, name)) is not None:
+                found[name] = _written(number)
+        return found
+
+    def with_bias(self, bias: float | None) -> Relaxation:
+        """The same relaxation with this bias in place of its own."""
+        return replace(self, bias=bias)
+
+    def with_budget(self, budget: float | None) -> Relaxation:
+        """The same relaxation with this budget in place of its own."""
+        return replace(self, budget=budget)
+
+    @property
+    def is_code(self) -> bool:
+        """Whether a function that the user names computes the weight."""
+        return bool(_CODE.fullmatch(self.source))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the bundle whose head computes the weight, None if there is no bundle."""
+        return Path(self.source) if self.source and not self.is_code else None
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether the relaxed row is a blend of both rows, so that the draft has a share in it."""
+        return self.name in ("none", "ensemble", "learned")
+
+    @property
+    def kind(self) -> str:
+        """exact, static (one weight everywhere), learned (a bundle), code or other."""
+        if self.is_code:
+            return "code"
+        return {"none": "exact", "ensemble": "static", "learned": "learned"}.get(self.name, "other")
 
     @property
     def constant(self) -> float | None:
@@ -103,7 +157,7 @@ def relax(
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
     if (rule.name == "learned") != (weight is not None):
         wanted = (
-            "`weight` [B, N] from its gate"
+            "`weight` [B, N] from its head"
             if rule.name == "learned"
             else "no `weight`, it computes its own rows"
         )
@@ -169,9 +223,13 @@ def path_sum(values: Tensor, parents: tuple[int, ...]) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def parse(text: str) -> Relaxation:
-    """The relaxation a string names; ValueError with one sentence for anything else."""
-    head, *options = (part.strip() for part in str(text).split(";"))
+def parse(text: str, recorded: bool = False) -> Relaxation:
+    """The relaxation a string names; ValueError with one sentence for anything else.
+
+    recorded: the string is that of a finished run, whose bundle need not exist any more: a name
+        that is no rule is the folder of a bundle.
+    """
+    base, *options = (part.strip() for part in str(text).split(";"))
     chosen: dict[str, float | str] = {}
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
@@ -190,7 +248,7 @@ def parse(text: str) -> Relaxation:
             f"relaxation {text!r}: budget must be at least 0 substitutions, got"
             f" {chosen['budget']:g}"
         )
-    rule = replace(_head(text, head), **chosen)
+    rule = replace(_base(text, base, recorded), **chosen)
     if rule.blend == "logits" and rule.name not in ("ensemble", "learned"):
         raise ValueError(
             f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out"
@@ -275,12 +333,12 @@ RULES = {
     "typical": _Rule(typical_rows, (("epsilon", 0, 1, True), ("delta", 0, math.inf, True))),
 }
 
-_GATE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def _head(text: str, head: str) -> Relaxation:
+def _base(text: str, base: str, recorded: bool) -> Relaxation:
     """The part before the first `;`."""
-    name, colon, rest = head.partition(":")
+    name, colon, rest = base.partition(":")
     if name in RULES:
         values = [part.strip() for part in rest.split(",")] if colon else []
         ranges = RULES[name].ranges
@@ -295,12 +353,16 @@ def _head(text: str, head: str) -> Relaxation:
                 _within(text, value, *limits) for value, limits in zip(values, ranges, strict=True)
             ),
         )
-    if head == "learned":
+    if base == "learned":
         return Relaxation("learned")
-    if "/" in head or "\\" in head or (head and Path(head).is_dir()):
-        return Relaxation("learned", source=head)
-    if _GATE.fullmatch(head):
-        return Relaxation("learned", source=head)
+    if "/" in base or "\\" in base:
+        return Relaxation("learned", source=base, blend="")
+    if base and Path(base).is_dir():  # as a path it cannot be taken for code
+        return Relaxation("learned", source=f"./{base}" if ":" in base else base, blend="")
+    if _CODE.fullmatch(base):
+        return Relaxation("learned", source=base)
+    if base and recorded:
+        return Relaxation("learned", source=base, blend="")
     known = [*RULES, "learned"]
     near = get_close_matches(name, known, 1, 0.5)
     known = f"known are {', '.join(known)}, a bundle folder and package.module:NAME"
@@ -328,6 +390,12 @@ def _number(text: str, label: str, value: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"relaxation {text!r}: {label} must be a finite number, got {value!r}")
     return number
+
+
+def _written(number: float) -> str:
+    """A number as short as it can be read again."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 def _affordable(
