@@ -19,22 +19,20 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from ..data.tasks import DataOptions
-from ..runtime.completion import Request
 from ..runtime.engine import Engine
-from ..runtime.model import Model, Pair, load_pair
-from ..runtime.sampling import Sampling
-from .efficiency import encoded_prompts
+from ..runtime.model import Pair
+from ..verifier.methods import METHODS
+from .timing import in_turns, row, seconds
+from .workload import Workload, call_after
 
-# Ratios that are printed beside a case, where the other one is in the run too.
+# Ratios that are printed beside a case, if the other one is in the run too.
 RIVALS = {
     "token": ("plain", "transformers assisted"),
     "block": ("plain", "token", "transformers assisted"),
@@ -46,41 +44,43 @@ RIVALS = {
     "learned+token": ("token",),
     "transformers assisted": ("transformers plain",),
 }
-# Trees are drawn with two children at the root and single file below: the smallest tree that is
-# one.
-TREES = {
-    "traversal": 2,
-    "univer": 2,
-    "gbv": 2,
-    "rrsw": 2,
-    "greedy_tree": 2,
-    "specinfer": 2,
-    "kseq": 2,
-}
-
 TURNS = 5  # in which a case finds how long its drafts are
-NO_DRAFT = (0, 0.0)
 Draft = tuple[int, float]  # tokens at most, and the confidence below which it ends or 0
-Counts = tuple[int, int, int]  # tokens, target calls, draft calls
+NO_DRAFT: Draft = (0, 0.0)
+Counts = tuple[int, int, int]  # tokens, target calls, draft calls; calls are 0 if not known
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and on how many texts; see the options of `run`."""
+
+    methods: list[str]
+    static: float
+    learned: str | None
+    draft_lengths: list[int]
+    transformers: bool = True
+    confidences: tuple[float, ...] = ()
+    tuning_prompts: int = 1
+    repetitions: int = 3
+    batch: int = 1
+    compile: bool = False
 
 
 @dataclass
-class _Case:
+class Case:
     """One way of decoding.
 
-    run:        (prompts, draft, seed) -> what it took; calls are 0 where they are not known.
-    drafts:     to choose from.
-    rates:      tokens per second of every repetition.
-    counts:     summed over the repetitions.
+    run:    (prompts, draft, seed) -> what it took.
+    drafts: to choose from.
+    draft:  the one that was chosen.
     """
 
     run: Callable[[list[list[int]], Draft, int], Counts]
     drafts: list[Draft]
     draft: Draft = NO_DRAFT
-    rates: list[float] = field(default_factory=list)
-    counts: Counts = (0, 0, 0)
 
     def timed(self, prompts: list[list[int]], draft: Draft, seed: int) -> tuple[float, Counts]:
+        """Tokens per second, and what was counted."""
         start = time.perf_counter()
         counts = self.run(prompts, draft, seed)
         return counts[0] / (time.perf_counter() - start), counts
@@ -141,177 +141,170 @@ def run(
         seed: of prompts and texts.
         threads: CPU threads.
     """
-    torch.set_num_threads(threads)
-    pair = load_pair(target, draft, dtype, device)
-    encoded = encoded_prompts(pair, task, data, prompt, tuning_prompts + prompts, seed)
-    return compare(
-        pair,
-        encoded,
-        methods=methods,
-        static=static,
-        learned=learned,
-        transformers=transformers,
-        draft_lengths=draft_lengths,
-        confidences=confidences,
-        tuning_prompts=tuning_prompts,
-        repetitions=repetitions,
-        batch=batch,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        compile=compile,
+    work = Workload(
+        target, draft, dtype, device, task, data, prompt, max_new_tokens, temperature, seed, threads
     )
+    wanted = Comparison(
+        methods,
+        static,
+        learned,
+        draft_lengths,
+        transformers,
+        tuple(confidences),
+        tuning_prompts,
+        repetitions,
+        batch,
+        compile,
+    )
+    pair = work.pair()
+    return compare(pair, work.prompts(pair, tuning_prompts + prompts), wanted, work)
 
 
-def compare(
-    pair: Pair,
-    encoded: list[list[int]],
-    *,
-    methods: list[str],
-    static: float,
-    learned: str | None,
-    transformers: bool,
-    draft_lengths: list[int],
-    tuning_prompts: int,
-    repetitions: int,
-    batch: int,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    confidences: list[float] = [],  # noqa: B006
-    compile: bool = False,
-) -> list[dict]:
+def compare(pair: Pair, prompts: list[list[int]], wanted: Comparison, work: Workload) -> list[dict]:
     """`run` for a pair and encoded prompts that are there already."""
-    check_confidences(confidences)
-    if confidences and compile:
+    check_confidences(wanted.confidences)
+    if wanted.confidences and wanted.compile:
         raise ValueError(
             "`confidences` end chains where the host must look, which compiled steps do not wait"
             " for; leave `confidences` or `compile` out"
         )
-    plans = {name: (name, "none") for name in methods}
-    if static:
-        plans["static+block"] = ("block", f"ensemble:{static}")
-    if learned:
-        plans |= {f"learned+{method}": (method, learned) for method in ("token", "block")}
-    engine = partial(Engine, pair, sampling=Sampling(temperature), compile=compile)
-    constant = [(length, 0.0) for length in draft_lengths]
-    ended = [(max(draft_lengths), confidence) for confidence in confidences]
-    cases = {
-        name: _case(engine, *plan, constant, max_new_tokens, batch) for name, plan in plans.items()
-    }
-    for name in ("token", "block") if ended else ():
-        if name in cases:
-            cases[f"{name}+confidence"] = _case(engine, name, "none", ended, max_new_tokens, batch)
-    if transformers and batch == 1:
-        cases |= _transformers(pair, static, constant + ended, temperature, max_new_tokens)
-    _note(learned, transformers, batch)
-    _tune(cases, encoded[:tuning_prompts], seed)
-    console = Console(stderr=True)
-    for repetition in track(range(repetitions), "decode", console=console):
-        for case in cases.values():
-            rate, counts = case.timed(encoded[tuning_prompts:], case.draft, seed + repetition)
-            case.rates.append(rate)
-            case.counts = tuple(map(sum, zip(case.counts, counts, strict=True)))
-    relative = _relative_cost(pair, encoded[0])
-    return [row for name in cases for row in _rows(name, cases, relative)]
+    _note(wanted)
+    cases = _ours(pair, wanted, work)
+    if wanted.transformers and wanted.batch == 1:
+        cases |= _transformers(pair, wanted, work)
+    tuning, measured = prompts[: wanted.tuning_prompts], prompts[wanted.tuning_prompts :]
+    tune(cases, tuning, work.seed)
+
+    def timed(case: Case, turn: int) -> tuple[float, Counts]:
+        return case.timed(measured, case.draft, work.seed + turn)
+
+    found = in_turns(cases, timed, wanted.repetitions, "decode")
+    relative = _relative_cost(pair, prompts[0])
+    return [row for name in cases for row in _rows(name, cases[name].draft, found, relative)]
 
 
-def check_confidences(values: list[float]) -> None:
+def check_confidences(values: Sequence[float]) -> None:
     """Refuse what no chain can end by."""
     if bad := [value for value in values if not 0 < value <= 1]:
         raise ValueError(f"`confidences` must be probabilities above 0 and at most 1, got {bad[0]}")
 
 
-def _note(learned: str | None, transformers: bool, batch: int) -> None:
+def _note(wanted: Comparison) -> None:
     """Say what is left out."""
-    if learned is None:
+    if wanted.learned is None:
         print("the learned cases are left out: name a bundle with --learned", file=sys.stderr)
-    if transformers and batch > 1:
+    if wanted.transformers and wanted.batch > 1:
         print(
             "transformers is left out: its assisted generation takes one prompt at a time",
             file=sys.stderr,
         )
 
 
-def _case(
-    make: Callable[..., Engine],
-    method: str,
-    rule: str,
-    drafts: list[Draft],
-    new_tokens: int,
-    batch: int,
-) -> _Case:
-    """Our own loop; an engine for each kind of draft is kept, and with it what was captured or
-    compiled for it.
+def _drafts(wanted: Comparison) -> tuple[list[Draft], list[Draft]]:
+    """Drafts of a constant length, and those that end by confidence."""
+    constant = [(length, 0.0) for length in wanted.draft_lengths]
+    longest = max(wanted.draft_lengths)
+    return constant, [(longest, confidence) for confidence in wanted.confidences]
+
+
+def _ours(pair: Pair, wanted: Comparison, work: Workload) -> dict[str, Case]:
+    """name -> a case of our own loop."""
+    plans = {name: (name, "none") for name in wanted.methods}
+    if wanted.static:
+        plans["static+block"] = ("block", f"ensemble:{wanted.static}")
+    if wanted.learned:
+        plans |= {f"learned+{method}": (method, wanted.learned) for method in ("token", "block")}
+    constant, ended = _drafts(wanted)
+    cases = {}
+    for name, (method, rule) in plans.items():
+        drafts = [NO_DRAFT] if method == "plain" else constant
+        cases[name] = Case(_loop(pair, method, rule, wanted, work), drafts)
+    for method in ("token", "block"):
+        if ended and method in cases:
+            run = _loop(pair, method, "none", wanted, work)
+            cases[f"{method}+confidence"] = Case(run, ended)
+    return cases
+
+
+def _loop(pair: Pair, method: str, rule: str, wanted: Comparison, work: Workload) -> Callable:
+    """The `run` of a case of our own loop.
+
+    An engine for each kind of draft is kept, and with it what was captured or compiled for it.
     """
 
     @cache
     def engine(draft: Draft) -> Engine:
         length, confidence = draft
-        branches = f"confidence:{confidence},{length}" if confidence else TREES.get(method)
-        if method in TREES and method not in ("gbv", "specinfer", "kseq"):
-            branches = [branches] + [1] * (length - 1)
-        return make(method, rule, length, branches)
-
-    def run(prompts, draft, seed):
-        requests = {
-            i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)
-        }
-        for i, request in requests.items():
-            engine(draft).check(i, request)
-        done = engine(draft).run(requests, batch).values()
-        return (
-            sum(len(c.tokens) for c in done),
-            sum(c.target_calls for c in done),
-            sum(c.draft_calls for c in done),
+        branches = f"confidence:{confidence},{length}" if confidence else _branches(method, length)
+        return Engine(
+            pair,
+            method,
+            rule,
+            length,
+            branches,
+            sampling=work.sampling,
+            compile=wanted.compile,
         )
 
-    return _Case(run, [NO_DRAFT] if method == "plain" else drafts)
+    def run(prompts: list[list[int]], draft: Draft, seed: int) -> Counts:
+        requests = work.requests(prompts, seed - work.seed)
+        for number, request in requests.items():
+            engine(draft).check(number, request)
+        done = engine(draft).run(requests, wanted.batch).values()
+        tokens = sum(len(completion.tokens) for completion in done)
+        target_calls = sum(completion.target_calls for completion in done)
+        return tokens, target_calls, sum(completion.draft_calls for completion in done)
+
+    return run
 
 
-def _transformers(
-    pair: Pair, static: float, drafts: list[Draft], temperature: float, new_tokens: int
-):
+def _branches(method: str, length: int) -> int | list[int] | None:
+    """Two children at the root and single file below: the smallest tree that is one."""
+    drafting = METHODS[method].drafting if method in METHODS else "chain"
+    return {"chain": None, "paths": 2}.get(drafting, [2] + [1] * (length - 1))
+
+
+def _transformers(pair: Pair, wanted: Comparison, work: Workload) -> dict[str, Case]:
     """`generate` on modules as transformers loads them; our own loop lays out the weights anew."""
     from transformers import GenerationConfig
 
-    common = {
-        "do_sample": temperature > 0,
-        "max_new_tokens": new_tokens,
+    options = {
+        "do_sample": work.temperature > 0,
+        "max_new_tokens": work.max_new_tokens,
         "eos_token_id": list(pair.eos),
         "pad_token_id": 0,
     }
-    if temperature > 0:
-        common |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if work.temperature > 0:
+        options |= {"temperature": work.temperature, "top_k": 0, "top_p": 1.0}
     target, assistant = (_by_rows(model.module) for model in (pair.target, pair.draft))
 
-    def case(drafts: list[Draft], **extra) -> _Case:
-        def run(prompts, draft, seed):
+    def case(drafts: list[Draft], **extra) -> Case:
+        def run(prompts: list[list[int]], draft: Draft, seed: int) -> Counts:
             torch.manual_seed(seed)
+            if draft[0]:
+                # The assistant's own settings say how much it drafts; a run may change them.
+                settings = assistant.generation_config
+                settings.num_assistant_tokens, settings.assistant_confidence_threshold = draft
+                settings.num_assistant_tokens_schedule = "constant"
             total = 0
             for prompt in prompts:
-                if draft[
-                    0
-                ]:  # the assistant's own settings decide how much it drafts; it may change the confidence
-                    assistant.generation_config.num_assistant_tokens = draft[0]
-                    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-                    assistant.generation_config.assistant_confidence_threshold = draft[1]
                 ids = torch.tensor([prompt], device=pair.target.device)
-                text = target.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+                mask = torch.ones_like(ids)
+                text = target.generate(ids, attention_mask=mask, **options, **extra)
                 total += text.shape[1] - len(prompt)
             return total, 0, 0
 
-        return _Case(run, drafts)
+        return Case(run, drafts)
 
+    drafts = sum(_drafts(wanted), [])
     cases = {
         "transformers plain": case([NO_DRAFT]),
         "transformers assisted": case(drafts, assistant_model=assistant),
     }
-    if static and hasattr(GenerationConfig(), "assistant_ensemble_weight"):
-        # transformers states the target's share
-        cases["transformers static"] = case(
-            drafts, assistant_model=assistant, assistant_ensemble_weight=1 - static
-        )
+    if wanted.static and hasattr(GenerationConfig(), "assistant_ensemble_weight"):
+        share = 1 - wanted.static  # transformers states the target's share
+        extra = {"assistant_model": assistant, "assistant_ensemble_weight": share}
+        cases["transformers static"] = case(drafts, **extra)
     return cases
 
 
@@ -323,86 +316,70 @@ def _by_rows(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _tune(cases: dict[str, _Case], prompts: list[list[int]], seed: int) -> None:
+def tune(cases: dict[str, Case], prompts: list[list[int]], seed: int) -> None:
     """Set every case's draft to its fastest, by the median of the turns."""
+
+    def rate(choice: tuple[Case, Draft], turn: int) -> float:
+        case, draft = choice
+        return case.timed(prompts, draft, seed + turn)[0]
+
     for case in cases.values():
-        for draft in case.drafts:
-            case.run(prompts[:1], draft, seed)  # what is computed once is no one's time
-    rates = {name: {draft: [] for draft in case.drafts} for name, case in cases.items()}
-    for turn in range(TURNS):
-        for name, case in cases.items():
-            for draft in case.drafts if len(case.drafts) > 1 else ():
-                rates[name][draft].append(case.timed(prompts, draft, seed + 1 + turn)[0])
-    for name, case in cases.items():
-        case.draft = max(
-            case.drafts, key=lambda draft: statistics.median(rates[name][draft] or [0.0])
-        )
+        case.draft = case.drafts[0]
+    choices = {
+        (name, draft): (case, draft)
+        for name, case in cases.items()
+        for draft in case.drafts
+        if len(case.drafts) > 1
+    }
+    medians = {
+        key: statistics.median(rates) for key, rates in in_turns(choices, rate, TURNS).items()
+    }
+    for name, draft in medians:
+        if medians[name, draft] > medians[name, cases[name].draft]:
+            cases[name].draft = draft
 
 
 def _relative_cost(pair: Pair, prompt: list[int]) -> float:
-    """Seconds of a draft call on one token over those of a target call on three, medians of 50 in
-    turns.
-    """
-    calls = [_call(model, prompt, count) for model, count in ((pair.draft, 1), (pair.target, 3))]
-    seconds = [[], []]
-    for _ in range(50):
-        for call, taken in zip(calls, seconds, strict=True):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-    draft, target = map(statistics.median, seconds)
-    return draft / target
-
-
-def _call(model: Model, prompt: list[int], count: int) -> Callable[[], object]:
-    """One call on `count` tokens after a prompt; what it writes into the cache is written over by
-    the next.
-    """
-    cache, device = model.cache(len(prompt) + count), model.device
-    tokens = torch.tensor([prompt + [0] * count], device=device)
-    positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    model(tokens[:, :-count], positions[:, :-count], None, cache, 0)
-    return lambda: (
-        model(tokens[:, -count:], positions[:, -count:], None, cache, len(prompt))
-        .logits.sum()
-        .item()
-    )
-
-
-def _rows(name: str, cases: dict[str, _Case], relative: float) -> list[dict]:
-    case = cases[name]
-    ratios = {
-        rival: statistics.median(
-            ours / theirs for ours, theirs in zip(case.rates, cases[rival].rates, strict=True)
-        )
-        for rival in RIVALS.get(name, ("plain", "block"))
-        if rival in cases and rival != name
+    """Time of a draft call on one token over that of a target call on three, medians of 50."""
+    calls = {
+        "draft": call_after(pair.draft, prompt, 1),
+        "target": call_after(pair.target, prompt, 3),
     }
-    span = {"low": min(case.rates), "high": max(case.rates)}
-    rows = [
-        {
-            "case": name,
-            "value": statistics.median(case.rates),
-            "unit": "tokens/s",
-            **span,
-            "vs": ratios,
-        }
-    ]
-    (length, confidence), (tokens, calls, _) = case.draft, case.counts
+    found = in_turns(calls, lambda call, _: seconds(call), 50)
+    return statistics.median(found["draft"]) / statistics.median(found["target"])
+
+
+def _rows(
+    name: str, draft: Draft, found: dict[str, list[tuple[float, Counts]]], relative: float
+) -> list[dict]:
+    rates = {case: [rate for rate, _ in turns] for case, turns in found.items()}
+    ratios = {}
+    for rival in RIVALS.get(name, ("plain", "block")):
+        if rival in rates and rival != name:
+            beside = zip(rates[name], rates[rival], strict=True)
+            ratios[rival] = statistics.median(ours / theirs for ours, theirs in beside)
+    rows = [row(name, rates[name], "tokens/s", vs=ratios)]
+    length, confidence = draft
     if length:
         rows.append({"case": f"{name}, draft length", "value": length, "unit": "tokens"})
     if confidence:
         rows.append({"case": f"{name}, confidence", "value": confidence, "unit": "probability"})
+    tokens, calls, _ = _summed(found[name])
     if calls:
         rows.append({"case": f"{name}, per call", "value": tokens / calls, "unit": "tokens/call"})
-    exact = cases.get(name.removeprefix("learned+"))
-    if name.startswith("learned+") and exact:
-        allowed = _per_cost(case, relative) / _per_cost(exact, relative)
-        rows.append({"case": f"{name} over exact, predicted", "value": allowed, "unit": "ratio"})
+    exact = name.removeprefix("learned+")
+    if exact != name and exact in found:
+        ours, theirs = (per_cost(_summed(found[case]), relative) for case in (name, exact))
+        case = f"{name} over exact, predicted"
+        rows.append({"case": case, "value": ours / theirs, "unit": "ratio"})
     return rows
 
 
-def _per_cost(case: _Case, relative: float) -> float:
-    """Tokens for the cost of one target call, where a draft call costs `relative` of one."""
-    tokens, target_calls, draft_calls = case.counts
+def _summed(turns: list[tuple[float, Counts]]) -> Counts:
+    return tuple(map(sum, zip(*(counts for _, counts in turns), strict=True)))
+
+
+def per_cost(counts: Counts, relative: float) -> float:
+    """Tokens for the cost of one target call, if a draft call costs `relative` of one."""
+    tokens, target_calls, draft_calls = counts
     return tokens / (target_calls + draft_calls * relative)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# For whoever has a GPU: the tests that need one, then benchmarks/gpu.py, under 8 minutes together. Writes one JSON file
+# For whoever has a GPU: the tests that need one, then benchmarks/bench_gpu.py, under 8 minutes together. Writes one JSON file
 # with machine, versions and date. Needs torch, triton, transformers, rich, safetensors; no network, no data.
 #
 #   benchmarks/gpu.sh [FILE]                       gpu.json by default
@@ -29,5 +29,5 @@ else
     tests=$(tail -n 1 "$work/tests")
 fi
 echo "$tests"
-"$PYTHON" -m diversed.benchmarks.gpu "$file" "$tests"
+"$PYTHON" -m diversed.benchmarks.bench_gpu "$file" "$tests"
 exit "$status"

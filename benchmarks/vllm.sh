@@ -1,5 +1,5 @@
 #!/bin/sh
-# For whoever has a GPU: the plugin's tests with compiled kernels, then benchmarks/vllm.py with a bundle and a pair.
+# For whoever has a GPU: the plugin's tests with compiled kernels, then benchmarks/bench_vllm.py with a bundle and a pair.
 # Needs vllm 0.32 (CUDA) beside `pip install -e '.[dev]'`. Other options go to the benchmark.
 #
 #   benchmarks/vllm.sh BUNDLE [FILE]               vllm.json by default; the packaged pair
@@ -14,7 +14,6 @@ case ${1:---} in
 esac
 root=$(dirname "$0")/..
 PYTHON=${PYTHON:-python3}
-export PYTHONSAFEPATH=1 # in the folder of this file `vllm` would be vllm.py
 status=0
 "$PYTHON" -m pytest -p no:cacheprovider -rsP "$root/tests/test_vllm.py" || status=$?
 "$PYTHON" -m diversed bench vllm --bundle "$bundle" --json "$file" "$@"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diversed.benchmarks import memory
+from diversed.benchmarks import bench_memory as memory
 from diversed.runtime import batch as batches
 from diversed.runtime.batch import SLOTS, Batch
 from diversed.runtime.completion import Request

@@ -437,7 +437,7 @@ def benchmark(monkeypatch):
     def run(*, batch: int = 1):
         return [{"case": "block", "value": 2.0 * batch, "unit": "ms", "low": 1.0, "high": 3.0, "vs": {"token": 1.5}}]
 
-    module = ModuleType("diversed.benchmarks.probe")
+    module = ModuleType("diversed.benchmarks.bench_probe")
     module.run = run
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(benchmarks, "names", lambda: ["probe"])
@@ -456,6 +456,8 @@ def test_bench_prints_a_table_and_keeps_it(benchmark, tmp_path, capsys):
     "args, sentence",
     [
         (["prob"], "`prob` is not a benchmark; did you mean `probe`?"),
+        (["trees"], "the benchmark `trees` is now `python experiments/trees.py`, in the repository"),
+        (["overhead"], "the benchmark `overhead` is now `diversed bench step`"),
         (["probe", "--json", "."], "`--json` .: give the name of a file"),
         (["probe", "--json", ""], "`--json` nothing: give the name of a file"),
         (["probe", "--json", "no/such/a.json"], "`--json` no/such/a.json: its folder does not exist"),
@@ -470,7 +472,7 @@ def test_every_benchmark_has_typed_options():
     from diversed.commands import bench as benchmarks
 
     for name in benchmarks.names():
-        run = importlib.import_module(f"diversed.benchmarks.{benchmarks._file(name)}").run
+        run = importlib.import_module(f"diversed.benchmarks.bench_{name}").run
         options.make_parser({"": run}, f"bench {name}")
 
 

@@ -1,8 +1,9 @@
 """The decoding benchmarks: which cases they compare, with whom, and what they leave out. Nothing here is timed."""
 
 import pytest
-from diversed.benchmarks import agreement, overhead
+from diversed.benchmarks import bench_agreement as agreement
 from diversed.benchmarks import bench_decode as decode
+from diversed.benchmarks import bench_step as step
 from diversed.runtime import chain
 
 from .support.models import module, tokenizer
@@ -66,13 +67,12 @@ def test_batches_are_measured_without_transformers_which_takes_one_prompt(folder
 
 
 def test_a_prediction_counts_tokens_for_the_cost_of_the_models_alone():
-    case = decode._Case(run=None, drafts=[(2, 0.0)], counts=(30, 10, 20))
-    assert decode._per_cost(case, relative=0.25) == pytest.approx(30 / 10 / 1.5)
+    assert decode.per_cost((30, 10, 20), relative=0.25) == pytest.approx(30 / 10 / 1.5)
 
 
 def test_chains_and_the_assistant_may_end_where_the_draft_is_not_confident(folders, monkeypatch):
     """The turns that choose are replaced: every case takes what it lists last."""
-    monkeypatch.setattr(decode, "_tune", lambda cases, *_: [setattr(c, "draft", c.drafts[-1]) for c in cases.values()])
+    monkeypatch.setattr(decode, "tune", lambda cases, *_: [setattr(c, "draft", c.drafts[-1]) for c in cases.values()])
     found = cases(folders, confidences=[0.2, 0.6])
     sure = {case for case, row in found.items() if (row["value"], row["unit"]) == (0.6, "probability")}
     assistants = "transformers assisted", "transformers static"
@@ -83,7 +83,7 @@ def test_chains_and_the_assistant_may_end_where_the_draft_is_not_confident(folde
 
 
 def test_the_share_outside_the_models_is_a_share(folders):
-    rows = overhead.run(**folders, prompt="w2 w3", methods=["plain", "block"], batches=[1, 2], repetitions=1)
+    rows = step.run(**folders, prompt="w2 w3", methods=["plain", "block"], batches=[1, 2], repetitions=1)
     shares = {row["case"]: row["value"] for row in rows if row["unit"].startswith("%")}
     assert set(shares) == {f"{method}, batch {batch}" for method in ("plain", "block") for batch in (1, 2)}
     assert all(0 < share < 100 for share in shares.values())
@@ -91,12 +91,12 @@ def test_the_share_outside_the_models_is_a_share(folders):
 
 def test_the_prefill_is_no_part_of_a_step(folders):
     class Model:
-        device = overhead.torch.device("cpu")
+        device = step.torch.device("cpu")
 
         def __call__(self, tokens, last_only):
             return tokens
 
-    timed = overhead._Timed(Model())
+    timed = step._Timed(Model())
     assert timed(1, last_only=True) == 1 and timed.seconds == 0
     assert timed(2) == 2 and timed.seconds > 0
 

@@ -72,7 +72,7 @@ def test_an_unguarded_read_would_be_found(tmp_path, line):
 def test_no_decision_reads_a_clock_that_can_jump():
     """Durations are monotonic; the wall clock stands in figures' dates only, and no file's time of change is read."""
     wall = {path.name for path in FILES for name, _ in calls(path) if name in ("time.time", "datetime.now", "os.utime")}
-    assert wall == {"make_pair.py", "facts.py", "bench.py"}
+    assert wall == {"make_pair.py", "facts.py", "timing.py"}
     assert not [path for path in FILES if "st_mtime" in path.read_text(encoding="utf-8")]
 
 

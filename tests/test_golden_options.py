@@ -25,8 +25,6 @@ NEEDED = {
     "eval": {"out": "o"},
     "calibrate": {"bundle": "b", "max_quality_drop": 0.01},
     "report": {"runs": ["r"]},
-    "bench transfer": {"elsewhere": "e"},
-    "bench trees": {"selectors": "s", "latencies": "gpu"},
     "bench vllm": {"bundle": "b"},
 }
 
@@ -68,8 +66,6 @@ def test_every_command_is_in_the_list():
 
 @pytest.mark.parametrize("command", PROMISED)
 def test_every_option_keeps_its_name_and_its_default(command):
-    if command.startswith("bench ") and command not in commands():
-        pytest.skip("this benchmark has become an experiment")
     promised, found = PROMISED[command], printed(command)
     assert {name: found.get(name) for name in promised if name in found} == {
         name: default for name, default in promised.items() if name in found

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from diversed.benchmarks import latency
-from diversed.commands.bench import record, write
+from diversed.benchmarks import bench_latency as latency
+from diversed.benchmarks.timing import record, write
 from diversed.runtime.choosers import parse_shape
 from diversed.selector.latency import Latencies, read_latencies, simulated, with_rest
 

@@ -22,7 +22,7 @@ PACKAGED = [
     for path in sorted(ROOT.glob(pattern))
     if path.is_file() and "__pycache__" not in path.parts
 ]
-SKIPPED = {"tests", "build", "dist", "runs", "lightning_logs"}
+SKIPPED = {"tests", "experiments", "build", "dist", "runs", "lightning_logs"}
 
 # Whom the modules of a folder may import when they are loaded; eval and export hang off the side.
 BELOW = {

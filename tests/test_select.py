@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diversed.benchmarks import latency, trees
-from diversed.commands.bench import record, write
+from diversed.benchmarks import bench_latency as latency
+from diversed.benchmarks.timing import record, write
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.choosers import SCALARS, parse_shape
@@ -26,6 +26,10 @@ from diversed.selector.training import (
     settled,
 )
 from diversed.verifier.head import WeightHead
+
+from .support.scripts import script
+
+trees = script("trees")
 
 
 def told(count=600, seed=0) -> Contexts:

@@ -18,24 +18,25 @@ position. `gap` is the share of the step acceptance between exact decoding and t
 from __future__ import annotations
 
 import os
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from ..commands.export import export
-from ..data.batches import TraceOptions
-from ..data.batches import likelihood as likelihood_of
-from ..data.gathering import gather
-from ..data.tasks import DataOptions
-from ..data.traces import read_manifest, read_shards, write_manifest
-from ..eval.quality import bootstrap, paired_bootstrap
-from ..eval.statement import statements
-from ..train.fit import train
-from ..train.module import HeadOptions
-from ..train.objectives import acceptance, substitution
-from ..train.rounds import Stages, run_rounds
+from diversed.commands.bench import measure
+from diversed.commands.export import export
+from diversed.data.batches import TraceOptions
+from diversed.data.batches import likelihood as likelihood_of
+from diversed.data.gathering import gather
+from diversed.data.tasks import DataOptions
+from diversed.data.traces import read_manifest, read_shards, write_manifest
+from diversed.eval.quality import bootstrap, paired_bootstrap
+from diversed.eval.statement import statements
+from diversed.train.fit import train
+from diversed.train.module import HeadOptions
+from diversed.train.objectives import acceptance, substitution
+from diversed.train.rounds import Stages, run_rounds
 
 ROUNDS = 3
 FIT = dict(objective="attribution", lr=3e-3, patience=4)
@@ -354,3 +355,7 @@ def against_static(case: str, cell: dict, line: dict[str, dict]) -> list[dict]:
 
 def _acceptance(cell: dict[str, list[float]]) -> float:
     return sum(cell["acceptance"]) / sum(cell["positions"])
+
+
+if __name__ == "__main__":
+    measure(run, sys.argv[1:], "experiments/verifiers.py")

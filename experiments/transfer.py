@@ -9,14 +9,16 @@ validation prompts of the new place as in benchmarks/verifiers.py.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from ..commands.export import export
-from ..data.batches import TraceOptions
-from ..data.tasks import DataOptions
-from ..train.fit import train
-from ..train.module import HeadOptions
-from .verifiers import FIT, HEADS, World, choose, rows_of
+from diversed.commands.bench import measure
+from diversed.commands.export import export
+from diversed.data.batches import TraceOptions
+from diversed.data.tasks import DataOptions
+from diversed.train.fit import train
+from diversed.train.module import HeadOptions
+from verifiers import FIT, HEADS, World, choose, rows_of
 
 
 def run(
@@ -112,3 +114,7 @@ def run(
         cell = world.measure("test", f"{bundle};bias={bias:g}")
         rows += rows_of(f"{name}, bias {bias:g}", cell, exact, ceiling)
     return rows
+
+
+if __name__ == "__main__":
+    measure(run, sys.argv[1:], "experiments/transfer.py")

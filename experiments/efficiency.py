@@ -9,20 +9,19 @@ one is given, inside every method.
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
-import torch
-from rich.console import Console
+import numpy as np
+from diversed.benchmarks.workload import Workload
+from diversed.commands.bench import measure
+from diversed.data.tasks import DataOptions
+from diversed.eval.quality import resampled
+from diversed.runtime.drafting import topology
+from diversed.runtime.engine import decode
+from diversed.runtime.sampling import Sampling
+from diversed.verifier.methods import METHODS
 from rich.progress import track
-
-from ..data.tasks import DataOptions, load_task
-from ..eval.quality import bootstrap
-from ..runtime.drafting import topology
-from ..runtime.engine import decode
-from ..runtime.model import load_pair
-from ..runtime.prompt import prompt_tokens
-from ..runtime.sampling import Sampling
-from ..verifier.methods import METHODS
 
 RIVALS = {
     "block": "token",
@@ -72,20 +71,27 @@ def run(
         seed: of prompts and texts.
         threads: CPU threads.
     """
-    torch.set_num_threads(threads)
-    pair = load_pair(target, draft)
-    encoded = encoded_prompts(pair, task, data, prompt, prompts, seed)
+    work = Workload(
+        target,
+        draft,
+        task=task,
+        data=data,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        threads=threads,
+    )
+    pair = work.pair()
+    encoded = work.prompts(pair, prompts)
     shapes = [
         (method, count)
         for method in methods
         for count in ([1] if METHODS[method].drafting == "chain" else branches)
         if _fits(method, draft_length, count)
     ]
-    cells = list(product(temperatures, relaxations, shapes))
     rows, found = [], {}
-    for temperature, relaxation, (method, count) in track(
-        cells, "efficiency", console=Console(stderr=True)
-    ):
+    for cell in track(list(product(temperatures, relaxations, shapes)), "efficiency"):
+        temperature, relaxation, (method, count) = cell
         completions = decode(
             pair,
             encoded,
@@ -96,37 +102,31 @@ def run(
             sampling=Sampling(temperature),
             max_new_tokens=max_new_tokens,
             batch=batch,
-            seeds=[(seed << 32) + i for i in range(len(encoded))],
+            seeds=[(seed << 32) + number for number in range(len(encoded))],
         )
-        tokens, calls = [len(c.tokens) for c in completions], [c.target_calls for c in completions]
+        tokens = [len(completion.tokens) for completion in completions]
+        calls = [completion.target_calls for completion in completions]
         where = temperature, relaxation
         found[*where, method, count] = per_call = ratio_of_sums(tokens, calls)
         shape = f"{count}x{draft_length}" if count > 1 else draft_length
-        words = [
-            f"T={temperature:g}",
-            method,
-            shape,
-            *([] if relaxation == "none" else [relaxation]),
-        ]
-        row = {"case": " ".join(map(str, words)), "unit": "tokens/call"}
-        row |= dict(zip(("value", "low", "high"), per_call, strict=True))
-        rows.append(row | {"vs": _rivals(found, where, method, count)})
+        case = f"T={temperature:g} {method} {shape}"
+        if relaxation != "none":
+            case += f" {relaxation}"
+        row = {"case": case, "unit": "tokens/call", "vs": _rivals(found, where, method, count)}
+        rows.append(row | dict(zip(("value", "low", "high"), per_call, strict=True)))
     return rows
 
 
 def ratio_of_sums(
     tokens: list[int], calls: list[int], resamples: int = 10_000
 ) -> tuple[float, float, float]:
-    """(sum of tokens / sum of calls, low, high): the ratio for the file of prompts, interval over
-    prompts.
-
-    A text's linearised contribution, ratio + (tokens - ratio calls) / mean calls, has the ratio as
-    its mean.
-    """
-    a, b = torch.tensor(tokens, dtype=torch.float64), torch.tensor(calls, dtype=torch.float64)
-    ratio = a.sum() / b.sum()
-    _, low, high = bootstrap((ratio + (a - ratio * b) / b.mean()).tolist(), resamples)
-    return float(ratio), low, high
+    """(sum of tokens / sum of calls, low, high), the interval over prompts."""
+    ratios = [
+        (drawn @ np.array(tokens)) / (drawn @ np.array(calls))
+        for drawn in resampled(len(tokens), resamples)
+    ]
+    low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
+    return sum(tokens) / sum(calls), float(low), float(high)
 
 
 def _rivals(found: dict, where: tuple, method: str, count: int) -> dict[str, float]:
@@ -153,10 +153,5 @@ def _fits(method: str, draft_length: int, count: int) -> bool:
     return True
 
 
-def encoded_prompts(
-    pair, task: str, data: DataOptions, prompt: str | None, prompts: int, seed: int
-) -> list[list[int]]:
-    if prompt is not None:
-        return [prompt_tokens(prompt, pair.tokenizer)] * prompts
-    loaded = load_task(task, split="test", limit=prompts, seed=seed, data=data)
-    return [loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples]
+if __name__ == "__main__":
+    measure(run, sys.argv[1:], "experiments/efficiency.py")

@@ -13,10 +13,11 @@ over the method, by linear programming on all drafts of a tiny vocabulary.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import sys
 
-from ..verifier.enumerate_laws import (
+import torch
+from diversed.commands.bench import measure
+from diversed.verifier.enumerate_laws import (
     Pair,
     chain,
     drafts,
@@ -25,8 +26,9 @@ from ..verifier.enumerate_laws import (
     paths,
     random_pair,
 )
-from ..verifier.law import DraftTree, depths, expected_length
-from ..verifier.methods import DRAFTINGS, METHODS
+from diversed.verifier.law import DraftTree, depths, expected_length
+from diversed.verifier.methods import DRAFTINGS, METHODS
+from torch import Tensor
 
 # the rival that a method is set against in the table of accepted tokens
 RIVALS = {
@@ -213,6 +215,4 @@ def _sampled(
 
 
 if __name__ == "__main__":
-    from ..commands.bench import record, table
-
-    print(table(record(run())))
+    measure(run, sys.argv[1:], "experiments/laws.py")

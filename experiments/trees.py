@@ -17,28 +17,29 @@ machine's.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from diversed.benchmarks.bench_decode import check_confidences
+from diversed.benchmarks.bench_latency import clock_of
+from diversed.benchmarks.workload import Workload
+from diversed.commands.bench import measure
+from diversed.data.tasks import DataOptions
+from diversed.runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
+from diversed.runtime.completion import Request
+from diversed.runtime.engine import Engine
+from diversed.runtime.sampling import Sampling
+from diversed.selector.latency import Latencies, read_latencies, simulated
+from diversed.selector.training import GPU, Contexts, SelectorModule, contexts, settled
+from diversed.verifier.methods import METHODS
+from efficiency import ratio_of_sums
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-
-from ..data.tasks import DataOptions
-from ..runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
-from ..runtime.completion import Request
-from ..runtime.engine import Engine
-from ..runtime.model import load_pair
-from ..runtime.sampling import Sampling
-from ..selector.latency import Latencies, read_latencies, simulated
-from ..selector.training import GPU, Contexts, SelectorModule, contexts, settled
-from ..verifier.methods import METHODS
-from .bench_decode import check_confidences
-from .efficiency import encoded_prompts, ratio_of_sums
-from .latency import clock_of
 
 RESAMPLES = 2000
 QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
@@ -111,11 +112,11 @@ def run(
             shapes[method, temperature] = str(known.shapes[int(base)])
     if not prompts:
         return rows
-    pair, clock = load_pair(target, draft, dtype, device), clock_of(device, threads)
-    encoded = encoded_prompts(pair, task, data, prompt, prompts + 1, seed)
-    requests = [
-        Request(tokens, (seed << 32) + i, max_new_tokens) for i, tokens in enumerate(encoded)
-    ]
+    work = Workload(
+        target, draft, dtype, device, task, data, prompt, max_new_tokens, 1.0, seed, threads
+    )
+    pair, clock = work.pair(), clock_of(device, threads)
+    requests = work.requests(work.prompts(pair, prompts + 1)).values()
     cases = [
         _Case(
             method,
@@ -132,7 +133,7 @@ def run(
         for (method, temperature), base in shapes.items()
         for name, branches in _choices(method, base, selectors, confidences)
     ]
-    for number, request in enumerate(track(requests, "trees", console=Console(stderr=True))):
+    for number, request in enumerate(track(list(requests), "trees", console=Console(stderr=True))):
         for case in cases:
             case.decode(request, clock, keep=number > 0)
     for case in cases:
@@ -366,3 +367,7 @@ def _shape(engine: Engine, index: int):
     paths = widths[-1]
     trunk = widths.count(1) - 1 if paths > 1 else 0
     return parse_shape(f"{paths}x{len(widths) - 1 - trunk}+{trunk}")
+
+
+if __name__ == "__main__":
+    measure(run, sys.argv[1:], "experiments/trees.py")

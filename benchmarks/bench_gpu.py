@@ -5,9 +5,9 @@ A pair of the shape of Llama 3.1 8B and 3.2 1B gets random weights on the device
 what it costs with trained ones, but how much is accepted says nothing. Three parts, whose cases
 begin with their names:
 
-    verify  a verification step from logits to the verdict beside a copy of the logits, `benchmarks/verify.py`
+    verify  a verification step from logits to the verdict beside a copy of the logits, `bench_verify.py`
     step    milliseconds of a step through the loop and through captured graphs, whose gain is printed beside it
-    decode  tokens per second beside transformers in the same run, `benchmarks/decode.py`
+    decode  tokens per second beside transformers in the same run, `bench_decode.py`
 
 `benchmarks/gpu.sh` runs the GPU tests and then this.
 """
@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
-import time
-from itertools import product
 
 import torch
 
-from ..commands.bench import record, table, write
-from ..runtime.completion import Request
-from ..runtime.engine import Engine
-from ..runtime.graphs import obstacle
 from ..runtime.model import Pair, make_pair
-from . import bench_decode as decode
-from . import verify
+from . import bench_decode, bench_step, bench_verify
+from .timing import record, table, write
+from .workload import Workload
 
 # layers, hidden, intermediate, heads, heads of keys and values, vocabulary of target and draft
 SHAPES = {
@@ -55,45 +49,37 @@ def run(*, size: str = "8b", device: str = "cuda", seed: int = 0) -> list[dict]:
         seed: of weights, prompts and texts.
     """
     small = size == "tiny"
-    rows = _named(
-        "verify",
-        verify.run(
-            batches=[1] if small else [1, 8, 32],
-            vocabularies=[512] if small else [128_256],
-            repeats=2 if small else 20,
-            dtype="float32" if small else "bfloat16",
-            device=device,
-            most_gb=16.0,
-            seed=seed,
-        ),
+    verified = bench_verify.run(
+        batches=[1] if small else [1, 8, 32],
+        vocabularies=[512] if small else [128_256],
+        repeats=2 if small else 20,
+        dtype="float32" if small else "bfloat16",
+        device=device,
+        most_gb=16.0,
+        seed=seed,
     )
     pair = random_pair(size, device, seed)
     generator = torch.Generator().manual_seed(seed)
     lengths = [6, 9] if small else [48, 64]
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
+    work = Workload(max_new_tokens=8 if small else 32, seed=seed)
+    made = bench_step.engines(pair, CASES, 4, work)
+    stepped = []
     for batch in (2,) if small else (1, 16):
-        rows += _named(
-            "step", _steps(pair, [prompts[i % 2] for i in range(batch)], 8 if small else 32, seed)
-        )
-    rows += _named(
-        "decode",
-        decode.compare(
-            pair,
-            prompts * 2,
-            methods=["plain", "token", "block"],
-            static=0.3,
-            learned=None,
-            transformers=True,
-            draft_lengths=[2 if small else 4],
-            tuning_prompts=1,
-            repetitions=1 if small else 3,
-            batch=1,
-            max_new_tokens=8 if small else 32,
-            temperature=1.0,
-            seed=seed,
-        ),
+        requests = work.requests([prompts[number % 2] for number in range(batch)])
+        stepped += bench_step.gains(made, requests, 3)
+    wanted = bench_decode.Comparison(
+        methods=["plain", "token", "block"],
+        static=0.3,
+        learned=None,
+        draft_lengths=[2 if small else 4],
+        repetitions=1 if small else 3,
     )
-    return rows
+    decoded = bench_decode.compare(pair, prompts * 2, wanted, work)
+    parts = {"verify": verified, "step": stepped, "decode": decoded}
+    return [
+        row | {"case": f"{part}: {row['case']}"} for part, rows in parts.items() for row in rows
+    ]
 
 
 def random_pair(size: str, device: str, seed: int) -> Pair:
@@ -130,52 +116,6 @@ def random_pair(size: str, device: str, seed: int) -> Pair:
             torch.set_default_dtype(before)
     bytes_ = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(256)}, unk_token="<0>"))
     return make_pair(*modules, PreTrainedTokenizerFast(tokenizer_object=bytes_))
-
-
-def _steps(
-    pair: Pair, prompts: list[list[int]], new_tokens: int, seed: int, draft_length: int = 4
-) -> list[dict]:
-    """Two rows a case: the loop and the graphs, in turns, medians of three; a first turn compiles
-    and captures.
-
-    A step's time is that of the whole run, the prefill included, over the steps that the longest
-    text took.
-    """
-    rows = []
-    for method, relaxation in CASES:
-        engine = Engine(pair, method, relaxation, draft_length)
-        if reason := obstacle(engine):
-            raise ValueError(f"the pair cannot be captured: {reason}")
-        requests = {
-            i: Request(prompt, (seed << 20) + i, new_tokens) for i, prompt in enumerate(prompts)
-        }
-        times = {"loop": [], "graphs": []}
-        for turn, (way, static) in product(range(4), (("loop", False), ("graphs", True))):
-            start = time.perf_counter()
-            done = engine.run(requests, static=static)
-            took, steps = time.perf_counter() - start, max(c.target_calls for c in done.values())
-            times[way] += [1e3 * took / steps] if turn else []
-        name = method if relaxation == "none" else f"{relaxation}+{method}"
-        ratio = {"loop": statistics.median(times["graphs"]) / statistics.median(times["loop"])}
-        for way, found in times.items():
-            row = {
-                "case": f"{name}, batch {len(prompts)}, {way}",
-                "value": statistics.median(found),
-                "unit": "ms/step",
-            }
-            rows.append(
-                row
-                | {
-                    "low": min(found),
-                    "high": max(found),
-                    "vs": ratio if way == "graphs" else {},
-                }
-            )
-    return rows
-
-
-def _named(part: str, rows: list[dict]) -> list[dict]:
-    return [row | {"case": f"{part}: {row['case']}"} for row in rows]
 
 
 def main(file: str, tests: str) -> None:

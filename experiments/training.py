@@ -10,20 +10,20 @@ vocabulary enters a step of training nowhere: the same head is timed at two voca
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from diversed.commands.bench import measure
+from diversed.data.batches import TraceModule, TraceOptions
+from diversed.data.columns import bytes_per_token
+from diversed.data.traces import Shard, write_manifest, write_shard
+from diversed.train.fit import DEFAULTS, quiet
+from diversed.train.module import HeadOptions, VerifierModule
+from diversed.verifier.head import FEATURES
 from pytorch_lightning import Callback, Trainer
-
-from ..commands.bench import record, table
-from ..data.batches import TraceModule, TraceOptions
-from ..data.columns import bytes_per_token
-from ..data.traces import Shard, write_manifest, write_shard
-from ..train.fit import DEFAULTS, quiet
-from ..train.module import HeadOptions, VerifierModule
-from ..verifier.head import FEATURES
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
 TINY = (64, 128)  # of the packaged pair
@@ -181,4 +181,4 @@ def _write_traces(folder: Path, texts: int, tokens: int, vocabulary: int, hidden
 
 
 if __name__ == "__main__":
-    print(table(record(run())))
+    measure(run, sys.argv[1:], "experiments/training.py")

@@ -16,7 +16,6 @@ import os
 from itertools import product
 from unittest.mock import patch
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -24,9 +23,9 @@ from ..data.tasks import DataOptions
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from ..runtime.lean import SWITCH
-from ..runtime.model import Pair, load_pair, make_pair
+from ..runtime.model import Pair, make_pair
 from ..verifier.methods import METHODS
-from .efficiency import encoded_prompts
+from .workload import Workload
 
 RULES = [
     "none",
@@ -78,13 +77,12 @@ def run(
         seed: of prompts and texts.
         threads: CPU threads.
     """
-    torch.set_num_threads(threads)
-    pair = load_pair(target, draft, "float32", device)
+    work = Workload(
+        target, draft, "float32", device, task, data, prompt, max_new_tokens, 1.0, seed, threads
+    )
+    pair = work.pair()
     wide = _pair_of(pair, lambda module: copy.deepcopy(module).double())
-    encoded = encoded_prompts(pair, task, data, prompt, prompts, seed)
-    requests = {
-        i: Request(tokens, (seed << 20) + i, max_new_tokens) for i, tokens in enumerate(encoded)
-    }
+    requests = work.requests(work.prompts(pair, prompts))
     cells = [
         (method, rule)
         for method, rule in product(methods, relaxations)
@@ -94,14 +92,11 @@ def run(
     for method, rule in track(cells, "agreement", console=Console(stderr=True)):
         options = {"method": method, "relaxation": rule, "draft_length": draft_length}
         ties = _differing(pair, requests, batch, options, compile)
-        wrong = _differing(wide, {i: requests[i] for i in ties}, batch, options) if ties else []
+        wrong = _differing(wide, {i: requests[i] for i in ties}, batch, options)
         case = method if rule == "none" else f"{method}, {rule}"
+        unit = f"of {prompts} texts"
         rows += [
-            {
-                "case": f"{case}: differ in float32",
-                "value": len(ties),
-                "unit": f"of {prompts} texts",
-            },
+            {"case": f"{case}: differ in float32", "value": len(ties), "unit": unit},
             {"case": f"{case}: differ in float64 too", "value": len(wrong), "unit": "texts"},
         ]
     return rows
@@ -111,6 +106,8 @@ def _differing(
     pair: Pair, requests: dict[int, Request], batch: int, options: dict, compile: bool = False
 ) -> list[int]:
     """Requests whose texts the two loops give differently."""
+    if not requests:
+        return []
     fast = Engine(pair, **options, compile=compile)
     for i, request in requests.items():
         fast.check(i, request)

@@ -1,0 +1,86 @@
+"""What a benchmark decodes: a pair, and the prompts that it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..data.tasks import DataOptions, load_task
+from ..runtime.completion import Request
+from ..runtime.model import Model, Pair, load_pair
+from ..runtime.prompt import prompt_tokens
+from ..runtime.sampling import Sampling
+
+MOST_PROMPT_TOKENS = 384
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A pair, where its prompts come from, and how they are continued.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served.
+        draft: folder, hub name or .gguf file of the cheap model.
+        dtype: auto, float32, bfloat16 or float16.
+        device: where both run.
+        task: where prompts come from.
+        data: where the task's rows come from.
+        prompt: continue this text with different seeds, instead of a task's prompts.
+        max_new_tokens: tokens a text may have.
+        temperature: of both models.
+        seed: of prompts and texts.
+        threads: CPU threads.
+    """
+
+    target: str = "sums-target"
+    draft: str = "sums-draft"
+    dtype: str = "auto"
+    device: str = "cpu"
+    task: str = "sums"
+    data: DataOptions = DataOptions()
+    prompt: str | None = None
+    max_new_tokens: int = 48
+    temperature: float = 1.0
+    seed: int = 0
+    threads: int = 1
+
+    def pair(self) -> Pair:
+        """Both models; torch uses `threads` from here on."""
+        torch.set_num_threads(self.threads)
+        return load_pair(self.target, self.draft, self.dtype, self.device)
+
+    def prompts(self, pair: Pair, count: int) -> list[list[int]]:
+        """Token ids of `count` prompts of the task's test split, or `count` times `prompt`."""
+        if self.prompt is not None:
+            return [prompt_tokens(self.prompt, pair.tokenizer)] * count
+        task = load_task(self.task, split="test", limit=count, seed=self.seed, data=self.data)
+        tokenizer = pair.tokenizer
+        return [task.encode(example, tokenizer, MOST_PROMPT_TOKENS) for example in task.examples]
+
+    def requests(self, prompts: list[list[int]], turn: int = 0) -> dict[int, Request]:
+        """A request for every prompt; another `turn` gives other texts."""
+        first = (self.seed + turn) << 20
+        return {
+            number: Request(prompt, first + number, self.max_new_tokens)
+            for number, prompt in enumerate(prompts)
+        }
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature)
+
+
+def call_after(model: Model, prompt: list[int], count: int) -> Callable[[], object]:
+    """A call of the model on `count` tokens after a prompt; the next one writes over its cache."""
+    cache, device, length = model.cache(len(prompt) + count), model.device, len(prompt)
+    tokens = torch.tensor([prompt + [0] * count], device=device)
+    positions = torch.arange(length + count, device=device).unsqueeze(0)
+    model(tokens[:, :length], positions[:, :length], None, cache, 0)
+
+    def call() -> float:
+        out = model(tokens[:, length:], positions[:, length:], None, cache, length)
+        return out.logits[0, 0, 0].item()  # waits for the device
+
+    return call
