@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..files import MOST_THREADS, SEEDS, within
+from ..data.requests import Line, Results, read_lines
+from ..files import MOST_THREADS, SEEDS, Progress, within
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.drafting import Branches
-from ..runtime.progress import Progress
 from ..runtime.prompt import check_text, prompt_tokens
-from ..runtime.requests import Line, Results, read_lines
 from ..runtime.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -147,15 +146,14 @@ def _decode_prompt(options: dict[str, Any]) -> None:
 
 
 def _decode_file(options: dict[str, Any]) -> None:
-    from ..files import exclusive
     from ..runtime.engine import STAGES, Engine, run_grouped
 
     lines = read_lines(options["input"], options)
     results = Results(options["output"], lines, options["unit"])
-    with exclusive(results.folder, "--output"):
+    with results.folder.held():
         # what was measured when the file was begun is not measured again: bytes could come to
         # differ
-        begun = results.begun()
+        begun = results.folder.begun()
         options |= {
             name: begun[name]
             for name in ("threads", "dtype")
@@ -175,10 +173,16 @@ def _decode_file(options: dict[str, Any]) -> None:
         seconds = dict.fromkeys(STAGES, 0.0)
         for engine in made.values():
             engine.seconds = seconds
-        with Progress(len(lines), first) as progress:
-            for start in range(first, len(lines), results.unit):
-                unit = {i: requests[i] for i in range(start, min(start + results.unit, len(lines)))}
-                completions = run_grouped(engines, unit, options["batch"], progress)
+        with Progress("decode", len(lines), first) as progress:
+
+            def count(index: int, new: list[int], ended: bool) -> None:
+                progress.add(int(ended), len(new))
+
+            for numbers in results.units:
+                if numbers.start < first:
+                    continue
+                unit = {i: requests[i] for i in numbers}
+                completions = run_grouped(engines, unit, options["batch"], count)
                 results.append(completions, pair.eos)
                 done += completions.values()
     print(summary(done, seconds) if done else f"{options['output']}: complete, nothing to decode")
@@ -219,8 +223,7 @@ def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
 
 def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> dict[str, Any]:
     """All that decides the bytes of the results."""
-    from ..data.gathering import versions
-    from ..files import sha256
+    from ..files import sha256, versions
     from ..verifier.relax import parse
 
     chosen = {

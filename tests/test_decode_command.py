@@ -8,10 +8,10 @@ import signal
 import time
 
 import pytest
-from diversed import cli
+from diversed import cli, files
 from diversed.files import exclusive
 from diversed.runtime import autotune as measured
-from diversed.runtime import model, progress
+from diversed.runtime import model
 from diversed.runtime.completion import Stream, beginning, cut
 from diversed.runtime.engine import decode
 from hypothesis import given
@@ -197,7 +197,8 @@ def test_another_process_and_other_settings_are_refused(tmp_path, pair, refused)
     assert cli.main(words(tmp_path, "out.jsonl")) == 0
     before = out.read_bytes()
     assert refused(words(tmp_path, "out.jsonl", "--seed", 5)) == (
-        f"diversed decode: {out} was begun with seed 0, now it is 5; choose another --output, or delete it and {run}"
+        f"diversed decode: {out} was begun with seed 0, now it is 5; give the same again to continue it, choose another "
+        f"--output or delete {out} and {run}"
     )
     assert "was begun with relaxation 'none', now it is 'ensemble:0.3'" in refused(
         words(tmp_path, "out.jsonl", "--relaxation", "ensemble:0.3")
@@ -230,18 +231,18 @@ def test_files_that_are_no_results_are_kept_and_refused(tmp_path, pair, refused)
     [
         ("{", "line 2 of .*in.jsonl must be JSON: "),
         ("[1]", "line 2 of in.jsonl must be an object with named fields, got [1]"),
-        ('{"id": 3}', "line 2 of in.jsonl must have as `prompt` a text, got null"),
+        ('{"id": 3}', "line 2 of in.jsonl: `prompt` is missing, a text"),
         ('{"prompt": ""}', "line 2 of in.jsonl: `prompt` must not be empty; give the text to continue"),
         ('{"prompt": "\\ud800"}', "line 2 of in.jsonl: `prompt` must be UTF-8, got other bytes"),
         (
             '{"prompt": "w2", "promt": 1}',
-            "line 2 of in.jsonl has the field `promt`, which no request has; did you mean",
+            "line 2 of in.jsonl: `promt` is not a field; did you mean `prompt`?",
         ),
-        ('{"prompt": "w2", "seed": 1.5}', "line 2 of in.jsonl must have as `seed` a whole number of 64 bits, got 1.5"),
-        ('{"prompt": "w2", "seed": true}', "must have as `seed` a whole number of 64 bits, got true"),
-        ('{"prompt": "w2", "max_new_tokens": 0}', "must have as `max_new_tokens` a whole number, at least 1, got 0"),
-        ('{"prompt": "w2", "stop": "a"}', 'must have as `stop` a list of texts, none empty, got "a"'),
-        ('{"prompt": "w2", "stop": [""]}', 'must have as `stop` a list of texts, none empty, got [""]'),
+        ('{"prompt": "w2", "seed": 1.5}', "line 2 of in.jsonl: `seed` must be a whole number in -9223372036854775808..9223372036854775807, got 1.5"),
+        ('{"prompt": "w2", "seed": true}', "`seed` must be a whole number in -9223372036854775808..9223372036854775807, got true"),
+        ('{"prompt": "w2", "max_new_tokens": 0}', "`max_new_tokens` must be a whole number, at least 1, got 0"),
+        ('{"prompt": "w2", "stop": "a"}', '`stop` must be a list of texts, none empty, got "a"'),
+        ('{"prompt": "w2", "stop": [""]}', '`stop` must be a list of texts, none empty, got [""]'),
         (
             '{"prompt": "w2", "relaxation": "ensemble:3"}',
             "line 2 of in.jsonl: relaxation 'ensemble:3': weight must lie",
@@ -293,9 +294,8 @@ def test_a_prompt_longer_than_the_context_is_named_by_its_line(tmp_path, pair, r
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, pair, capsys, monkeypatch):
     requests(tmp_path / "in.jsonl", 8)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(files, "EVERY", 0.0)
     assert cli.main(words(tmp_path, "out.jsonl")) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 8 and all(
-        re.fullmatch(rf"{i}/8, [\d,]+ tokens/s, [\d,]+ s left", line) for i, line in enumerate(lines, 1)
-    )
+    ends = [line for line in lines if re.fullmatch(r"decode [1-8]/8, [\d,]+ tokens/s, [\d,]+ s left", line)]
+    assert {line.split(",")[0] for line in ends} == {f"decode {i}/8" for i in range(1, 9)} and ends[-1] == lines[-1]

@@ -1,12 +1,11 @@
 """A file of prompts and the file of their results: what a line may say, and how a run that was
 killed continues.
 
-One object a line goes in, with `prompt` and, where they differ from the options of the command,
-`id`, `seed`, `max_new_tokens`, `stop` and `relaxation`; one line a request comes out, in the same
-order. Requests are decoded in units of fixed size and a unit's lines are written together. A unit
-that a kill cut off is decoded again from its
-beginning: its batches are then the same, floating point repeats, and the file ends with the bytes
-    of a run in one go.
+One object a line goes in, with `prompt` and, if they differ from the options of the command, `id`,
+`seed`, `max_new_tokens`, `stop` and `relaxation`. One line a request comes out, in the same order.
+Requests are decoded in units of fixed size, and the lines of a unit are written together. A unit
+that a kill cut off is decoded again from its beginning: its batches are then the same, floating
+point repeats, and the file ends with the bytes of a run in one go.
 """
 
 from __future__ import annotations
@@ -14,36 +13,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import SEEDS, within
+from ..fields import TEXT, Field, fault, list_of, optional, unknown, whole
+from ..files import SEEDS, Folder, cut_units, within
+from ..runtime.bundle import read_card
+from ..runtime.completion import Completion
+from ..runtime.prompt import check_text
 from ..verifier.relax import parse
-from .bundle import read_card
-from .completion import Completion
-from .prompt import check_text
+from .sources import read_rows
 
-# name of a field -> (whether a value is good, what it must be)
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (lambda value: isinstance(value, str), "a text"),
-    "id": (lambda value: type(value) in (str, int), "a text or a whole number"),
-    "seed": (
-        lambda value: type(value) is int and SEEDS[0] <= value <= SEEDS[1],
-        "a whole number of 64 bits",
+FIELDS = {
+    "prompt": TEXT,
+    "id": optional(Field(lambda value: type(value) in (str, int), "a text or a whole number")),
+    "seed": optional(whole(*SEEDS)),
+    "max_new_tokens": optional(whole(1)),
+    "stop": optional(
+        list_of(lambda text: isinstance(text, str) and bool(text), "texts, none empty")
     ),
-    "max_new_tokens": (
-        lambda value: type(value) is int and value > 0,
-        "a whole number, at least 1",
-    ),
-    "stop": (
-        lambda value: (
-            isinstance(value, list) and all(isinstance(text, str) and text for text in value)
-        ),
-        "a list of texts, none empty",
-    ),
-    "relaxation": (lambda value: isinstance(value, str), "a text"),
+    "relaxation": optional(TEXT),
 }
 
 
@@ -68,8 +58,6 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
 
     A line that leaves out its id or seed has i, counted from 0, and seed * 2^32 + i.
     """
-    from ..data.sources import read_rows
-
     within(-(1 << 31), (1 << 31) - 1, seed=options["seed"])
     check_relaxation(options["relaxation"])
     shared = {name: options[name] for name in ("max_new_tokens", "stop", "relaxation")}
@@ -94,18 +82,8 @@ def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
 
 
 def _check_fields(place: str, row: dict) -> None:
-    from ..files import nearest
-
-    for name, value in {"prompt": None, **row}.items():
-        if name not in FIELDS:
-            raise ValueError(
-                f"{place} has the field `{name}`, which no request has{nearest(name, FIELDS)}"
-            )
-        good, expected = FIELDS[name]
-        if not good(value):
-            raise ValueError(
-                f"{place} must have as `{name}` {expected}, got {json.dumps(value)[:60]}"
-            )
+    if wrong := unknown(row, FIELDS) or fault(row, FIELDS):
+        raise ValueError(f"{place}: {wrong}")
     try:
         check_text(row["prompt"])
         check_relaxation(row.get("relaxation", "none"))
@@ -127,40 +105,22 @@ class Results:
     """
 
     def __init__(self, path: str | Path, lines: list[Line], unit: int):
-        self.path, self.lines, self.unit = Path(path), lines, unit
-
-    @property
-    def folder(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.run")
-
-    def begun(self) -> dict[str, Any]:
-        """The settings that the file was begun with, empty where it is not there yet."""
-        from ..files import read_settings
-
-        path = self.folder / "settings.json"
-        return read_settings(path, "--output") if path.is_file() else {}
+        self.path, self.lines = Path(path), lines
+        self.units = cut_units(len(lines), unit)
+        run = self.path.with_name(f"{self.path.name}.run")
+        self.folder = Folder(run, option="--output", results=self.path)
 
     def begin(self, settings: dict[str, Any]) -> int:
         """Number of requests whose results are there; other settings are refused, what a kill cut
         off is dropped.
         """
-        from ..files import write_whole
-
-        path, settings = self.folder / "settings.json", json.loads(json.dumps(settings))
-        if before := self.begun():
-            for name, value in settings.items():
-                if before.get(name) != value:
-                    raise ValueError(
-                        f"{self.path} was begun with {name} {before.get(name)!r}, now it is"
-                        f" {value!r}; choose another --output, or delete it and {self.folder}"
-                    )
-            return self._kept()
-        if self.path.exists():
+        if self.path.exists() and not self.folder.begun():
             raise ValueError(
-                f"{self.path} exists and {path} does not; choose another --output or delete it"
+                f"{self.path} exists and {self.folder.path / self.folder.name} does not; choose"
+                " another --output or delete it"
             )
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
-        return 0
+        self.folder.begin(settings)
+        return self._kept()
 
     def _kept(self) -> int:
         """Whole units of results in the file, in requests; the rest of the file is cut off."""
@@ -169,16 +129,14 @@ class Results:
         found = self.path.read_bytes().split(b"\n")[:-1]
         for number, (raw, line) in enumerate(zip(found, [*self.lines, None], strict=False), 1):
             if line is None or _id(raw) != line.id:
-                wanted = (
-                    f"the result of {line.place}"
-                    if line
-                    else "a result, there are no more requests"
-                )
+                wanted = "a result, there are no more requests"
+                if line:
+                    wanted = f"the result of {line.place}"
                 raise ValueError(
                     f"line {number} of {self.path} is not {wanted}; choose another --output or"
                     " delete it"
                 )
-        kept = len(found) if len(found) == len(self.lines) else len(found) // self.unit * self.unit
+        kept = max((unit.stop for unit in self.units if unit.stop <= len(found)), default=0)
         os.truncate(self.path, sum(len(raw) + 1 for raw in found[:kept]))
         return kept
 
