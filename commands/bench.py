@@ -38,13 +38,17 @@ def bench(args: list[str]) -> None:
 def measure(run: Callable[..., list[dict]], args: list[str], name: str) -> None:
     """Call `run` with the options in `args`, print the table of its rows, keep it in `--json`."""
     from ..benchmarks.timing import record, table, write
-    from .options import parse
+    from .options import call, make_parser, read
 
-    options = parse(run, args, name, extra=_json_option)
+    parser = make_parser(run, name)
+    parser.add_argument(
+        "--json", type=str | None, default=None, help="File for rows, machine and versions."
+    )
+    options = read(parser, args, name)
     file = options.pop("json")
     if file is not None:
         _check(file)
-    document = record(run(**options))
+    document = record(call(run, **options))
     print(table(document))
     if file is not None:
         write(document, file)
@@ -65,9 +69,3 @@ def _check(file: str) -> None:
         raise IsADirectoryError(f"`--json` {file or 'nothing'}: give the name of a file")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"`--json` {file}: its folder cannot be written to")
-
-
-def _json_option(parser) -> None:
-    parser.add_argument(
-        "--json", type=str | None, default=None, help="File for rows, machine and versions."
-    )

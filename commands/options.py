@@ -1,9 +1,15 @@
-"""A command's options from its signature: parsing, `--config`, `--print_config`, and a sentence for
-what does not fit.
+"""The options of a command come from its signature; here the words of a command line become them.
 
-Built on jsonargparse. Added here: a flag needs no `true` (`--hidden`), a list needs no brackets
-(`--methods token block`, numbers also `--seeds 0,1`), a name that does not exist is answered with
-the nearest one.
+    def gather(run: Run, models: Models = Models(), *, samples: int = 4, sampling: Sampling = Sampling())
+
+A parameter before the `*` is a group: a dataclass whose fields are options without a prefix, as
+`--target`. Its default in the signature gives their defaults. A parameter after the `*` is an
+option itself; if it is a dataclass, its fields have its name before them, as
+`--sampling.temperature`. Docstrings give the help.
+
+jsonargparse parses. Added here: a flag needs no `true` (`--hidden`), a list needs no brackets
+(`--methods token block`, numbers also `--seeds 0,1`), an unknown name is answered with the nearest
+one, and every refusal is one sentence.
 """
 
 from __future__ import annotations
@@ -12,55 +18,54 @@ import inspect
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, get_loader
 
+from ..files import nearest
 from . import settings
 
+OPTION = re.compile(r"--[\w.]+\+?(=.*)?", re.DOTALL)
 
-def parse(
-    function: Callable,
-    args: list[str],
-    name: str,
-    extra: Callable[[ArgumentParser], Any] | None = None,
-) -> dict:
-    """The keyword arguments for `function` that `args` and the settings file in them give.
 
-    name: the command, as in `diversed gather`; its first word names the file's section.
-    extra: adds options that are not in the signature.
+def parse(function: Callable, args: list[str], name: str) -> dict[str, Any]:
+    """The options of `function` that a command line gives, by name, for `call`.
+
+    name: the command, as in `diversed gather`; its first word names its section in a settings file.
     """
-    parser = make_parser({"": function}, name)
-    if extra:
-        extra(parser)
-    args, file = take_config(args)
-    values = {}
-    if file:
-        section = name.split()[0]
-        whole = settings.load(file)
-        values = settings.shared(whole, section)
-        values = settings.select(values, section, option_names(parser), file.name)
-        check_sections(whole, [section], file.name)
-    return read(parser, args, values, name)
+    return read(make_parser(function, name), args, name)
 
 
-def make_parser(
-    functions: dict[str, Callable], name: str, skip: Mapping[str, set] = MappingProxyType({})
-):
-    """A parser with the options of each function, under its key in `functions` (none where the key
-    is empty).
+def call(function: Callable, **options: Any) -> Any:
+    """Call a command with its options by name, as the command line does."""
+    given = {}
+    for name, group in groups(function).items():
+        own = [field.name for field in fields(group)]
+        chosen = {option: options.pop(option) for option in own if option in options}
+        default = inspect.signature(function).parameters[name].default
+        given[name] = group(**chosen) if default is inspect._empty else replace(default, **chosen)
+    return function(**given, **options)
 
-    skip: for a key, the options to leave out.
-    """
-    whole = functions.get("")
-    doc = inspect.cleandoc(whole.__doc__ or "").split("\n\nArgs:")[0] if whole else None
-    usage = f"diversed {name} [--config NAME_OR_PATH] [--option value ...]"
+
+def groups(function: Callable) -> dict[str, type]:
+    """The parameters of a command that are groups of options, with their dataclasses."""
+    kinds = get_type_hints(inspect.unwrap(function))
+    return {
+        name: kinds[name]
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and is_dataclass(kinds.get(name))
+    }
+
+
+def make_parser(function: Callable, name: str, skip: Iterable[str] = ()) -> ArgumentParser:
+    """A parser of a command's options, all but those in `skip`."""
+    doc = inspect.cleandoc(function.__doc__ or "").split("\n\nArgs:")[0]
     parser = ArgumentParser(
         prog=f"diversed {name}",
-        usage=usage,
+        usage=f"diversed {name} [--config NAME_OR_PATH] [--option value ...]",
         description=doc,
         exit_on_error=False,
         allow_abbrev=False,
@@ -68,25 +73,34 @@ def make_parser(
     parser.add_argument(
         "--config", action="config", help="A settings file, or the name of a packaged one."
     )
-    for key, function in functions.items():
-        parser.add_function_arguments(
-            function, key or None, as_group=bool(key), skip=set(skip.get(key, ()))
-        )
+    add_options(parser, function, set(skip))
     return parser
 
 
-def read(parser: ArgumentParser, args: list[str], values: dict, name: str) -> dict:
-    """Parsed options as objects: `args` over `values` (from a settings file) over the signature's
-    defaults.
-    """
+def add_options(parser: ArgumentParser, function: Callable, skip: set[str]) -> None:
+    """Add the options of a command to a parser."""
+    shared = groups(function)
+    for name, group in shared.items():
+        parser.add_class_arguments(group, None, as_group=False, skip=skip)
+        default = inspect.signature(function).parameters[name].default
+        if default is not inspect._empty:
+            values = asdict(default).items()
+            parser.set_defaults({option: value for option, value in values if option not in skip})
+    parser.add_function_arguments(function, None, as_group=False, skip=skip | set(shared))
+
+
+def read(parser: ArgumentParser, args: list[str], name: str) -> dict[str, Any]:
+    """The options as objects: `args` over the settings files that they name over the defaults."""
+    args, files = take_configs(args)
+    section = name.split()[0]
+    values = settings.chosen(files, section, option_names(parser))
+    check_sections(files, [section])
     options = vars(parser.instantiate(check(parser, args, values, name)))
-    return {key: value for key, value in options.items() if key != "config"}
+    return {option: value for option, value in options.items() if option != "config"}
 
 
 def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> Namespace:
-    """Options parsed and not yet made into objects; what does not fit is a ValueError with a
-    sentence.
-    """
+    """The options, not yet objects; what does not fit is a ValueError with a sentence."""
     start = [f"--config={json.dumps(values, default=str)}"] if values else []
     try:
         return parser.parse_args(start + spell_out(parser, args, name))
@@ -94,38 +108,35 @@ def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> N
         raise ValueError(explain(error, parser, name)) from error
 
 
-def take_config(args: list[str]) -> tuple[list[str], Any]:
-    """`args` without `--config NAME_OR_PATH`, and the file that it names (or None)."""
-    rest, file, words = [], None, iter(args)
+def take_configs(args: list[str]) -> tuple[list[str], list[settings.File]]:
+    """`args` without every `--config NAME_OR_PATH`, and the settings files that they name."""
+    rest, files, words = [], [], iter(args)
     for word in words:
         if word == "--config":
             word = f"--config={next(words, '')}"
         if word == "--config=":
             raise ValueError("`--config` needs a value, the name or the path of a settings file")
         if word.startswith("--config="):
-            file = settings.find(word.removeprefix("--config="))
+            files.append(settings.read(word.removeprefix("--config=")))
         else:
             rest.append(word)
-    return rest, file
+    return rest, files
 
 
-def check_sections(values: dict, done: Collection[str], file: str) -> None:
-    """Refuse unknown keys in the sections of other commands too: a typo should not wait for its
-    stage.
-    """
-    from ..cli import COMMANDS, command, reads_own_options
+def check_sections(files: list[settings.File], done: Iterable[str]) -> None:
+    """Refuse unknown keys in the sections of other commands: a typo should not wait for its stage."""
+    from .table import COMMANDS, command
 
+    sections = {section for file in files for section in file.sections}
     for section in COMMANDS:
-        if (
-            section in done
-            or not settings.is_section(section, values.get(section))
-            or not values.get(section)
-        ):
-            continue
-        function = command(section)
-        if not reads_own_options(function):
-            options = option_names(make_parser({"": function}, section))
-            settings.select({section: values[section]}, section, options, file)
+        if section in sections and section not in done and takes_options(command(section)):
+            names = option_names(make_parser(command(section), section))
+            settings.chosen([file.only(section) for file in files], section, names)
+
+
+def takes_options(function: Callable) -> bool:
+    """Whether a command has typed options; one with the parameter `args` reads words itself."""
+    return list(inspect.signature(function).parameters) != ["args"]
 
 
 def option_names(parser: ArgumentParser) -> list[str]:
@@ -134,45 +145,58 @@ def option_names(parser: ArgumentParser) -> list[str]:
     return [name for name in names if name.split(".")[-1] not in ("help", "config", "print_config")]
 
 
+def grouped(args: list[str]) -> list[tuple[str, list[str]]]:
+    """Every option with the words after it that are its values."""
+    found: list[tuple[str, list[str]]] = []
+    for word in args:
+        if word.startswith("--") or not found:
+            found.append((word, []))
+        else:
+            found[-1][1].append(word)
+    return found
+
+
 def spell_out(parser: ArgumentParser, args: list[str], name: str) -> list[str]:
-    """The command line as jsonargparse wants it: flags with a value, lists in brackets, only names
-    that exist.
-    """
-    spelled, words = [], list(args)
-    while words:
-        word = words.pop(0)
-        if not re.fullmatch(r"--[\w.]+\+?(=.*)?", word, re.DOTALL):
-            spelled.append(word)
-            continue
-        option = word.split("=")[0]
-        kind = _kind(parser, option, name)
-        following = 0
-        while "=" not in word and following < len(words) and not words[following].startswith("--"):
-            following += 1
-        if kind is bool and "=" not in word and not following:
-            word = f"{word}=true"
-        elif (inner := _item(kind, words[:following])) and not words[0].startswith("["):
-            items = words[:following] if inner is str else ",".join(words[:following]).split(",")
-            try:
-                items = [item if inner is str else get_loader("yaml")(item) for item in items]
-            except Exception:  # the loader's errors have no common type
-                given = " ".join(words[:following])
-                raise ValueError(
-                    f"`{option.strip('-')}` must be {describe(kind)}, got {given!r}"
-                ) from None
-            word, words = f"{word}={json.dumps(items)}", words[following:]
-        elif following == 1 and words[0].startswith("-"):
-            # argparse takes a bare -1e-3 for an option
-            word = f"{word}={words.pop(0)}"
-        spelled.append(word)
+    """The words as jsonargparse wants them: flags with a value, lists in brackets, known names."""
+    spelled = []
+    for option, values in grouped(args):
+        if OPTION.fullmatch(option):
+            kind = _kind(parser, option.split("=")[0], name)
+            spelled += _spelled(option, values, kind)
+        else:
+            spelled += [option, *values]
     return spelled
 
 
+def _spelled(option: str, values: list[str], kind: Any) -> list[str]:
+    if "=" in option:
+        return [option, *values]
+    if kind is bool and not values:
+        return [f"{option}=true"]
+    item = _item(kind, values)
+    if item and not values[0].startswith("["):
+        return [f"{option}={json.dumps(_items(option, values, kind, item))}"]
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"{option}={values[0]}"]  # argparse takes a bare -1e-3 for an option
+    return [option, *values]
+
+
+def _items(option: str, values: list[str], kind: Any, item: Any) -> list:
+    """The items of a list, read as YAML if they are not texts."""
+    if item is str:
+        return values
+    try:
+        return [get_loader("yaml")(value) for value in ",".join(values).split(",")]
+    except Exception:  # the loader's errors have no common type
+        given = " ".join(values)
+        raise ValueError(f"`{option.strip('-')}` must be {describe(kind)}, got {given!r}") from None
+
+
 def _item(kind: Any, values: list[str]) -> Any:
-    """The type of an item where `values` are the items of a list, None where they are not."""
-    kinds = (
-        [inner for inner in get_args(kind) if inner is not NoneType] if _is_union(kind) else [kind]
-    )
+    """The type of an item if `values` are the items of a list, else None."""
+    kinds = [kind]
+    if _is_union(kind):
+        kinds = [inner for inner in get_args(kind) if inner is not NoneType]
     lists = [inner for inner in kinds if get_origin(inner) in (list, tuple)]
     bare = _is_union(kind) and (values == ["null"] or (len(values) == 1 and len(kinds) > 1))
     return get_args(lists[0])[0] if lists and values and not bare else None
@@ -183,40 +207,32 @@ def _is_union(kind: Any) -> bool:
 
 
 def _kind(parser: ArgumentParser, option: str, name: str) -> Any:
-    """The type of an option; unknown ones are refused with the nearest name."""
+    """The type of an option; an unknown one is refused with the nearest name."""
     known = parser._option_string_actions
     if option in known:
         return getattr(known[option], "_typehint", None)
-    inside = [known[leaf] for leaf in known if option.startswith(f"{leaf}.") and leaf != "--config"]
-    if inside and getattr(inside[0], "_typehint", None) is not None:
+    around = [leaf for leaf in known if option.startswith(f"{leaf}.") and leaf != "--config"]
+    if around and getattr(known[around[-1]], "_typehint", None) is not None:
         return None
     names = [f"--{key}" for key in option_names(parser)]
-    raise ValueError(
-        f"`{option}` is not an option of `diversed {name}`{settings.nearest(option, names)}"
-    )
+    raise ValueError(f"`{option}` is not an option of `diversed {name}`{nearest(option, names)}")
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     """jsonargparse's complaint as one sentence."""
     message = " ".join(str(error).split())
-    missing = re.search(r"arguments are required: (.+)", message)
-    if missing:
+    if found := re.search(r"arguments are required: (.+)", message):
+        needed = ", ".join(f"--{key.strip()}" for key in found[1].split(","))
+        return f"`diversed {name}` needs {needed}"
+    if found := re.search(r"unrecognized arguments: (.+)", message):
         return (
-            f"`diversed {name}` needs"
-            f" {', '.join(f'--{key.strip()}' for key in missing[1].split(','))}"
+            f"`{found[1]}` is not understood by `diversed {name}`; options are written --name value"
         )
-    extra = re.search(r"unrecognized arguments: (.+)", message)
-    if extra:
+    if found := re.search(r"argument (--\S+): expected one argument", message):
+        return f"`{found[1].rstrip(',')}` needs a value"
+    if found := re.search(r'Parser key "([^"]+)": Unable to load config', message):
         return (
-            f"`{extra[1]}` is not understood by `diversed {name}`; options are written --name value"
-        )
-    lonely = re.search(r"argument (--\S+): expected one argument", message)
-    if lonely:
-        return f"`{lonely[1].rstrip(',')}` needs a value"
-    group = re.search(r'Parser key "([^"]+)": Unable to load config', message)
-    if group:
-        return (
-            f"`{group[1]}` is a group of options, written --{group[1]}.NAME value; --help lists"
+            f"`{found[1]}` is a group of options, written --{found[1]}.NAME value; --help lists"
             " them"
         )
     typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value:(.*)', message)
@@ -228,12 +244,18 @@ def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     classes = [inner for inner in (kind, *get_args(kind)) if is_dataclass(inner)]
     names = [f"{typed[1]}.{field.name}" for inner in classes for field in fields(inner)]
     if unknown and names:
-        key = unknown[1] or unknown[2]
-        return (
-            f"`{typed[1]}.{key}` is not an option of `diversed"
-            f" {name}`{settings.nearest(f'{typed[1]}.{key}', names)}"
-        )
+        key = f"{typed[1]}.{unknown[1] or unknown[2]}"
+        return f"`{key}` is not an option of `diversed {name}`{nearest(key, names)}"
     return f"`{typed[1]}` must be {describe(kind)}, got {typed[2].strip() or 'nothing'}"
+
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+}
 
 
 def describe(kind: Any) -> str:
@@ -245,11 +267,4 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(item) for item in inner)
     if origin in (list, tuple):
         return f"a list, each item {describe(inner[0])}"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        NoneType: "null",
-    }
-    return words.get(kind) or getattr(kind, "__name__", str(kind))
+    return WORDS.get(kind) or getattr(kind, "__name__", str(kind))

@@ -1,4 +1,4 @@
-"""`diversed run`: the whole story, gather -> train -> export -> eval, with one settings file and
+"""`diversed run`: the whole pipeline, gather -> train -> export -> eval, with one configuration and
 one folder.
 
     OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
@@ -13,259 +13,233 @@ cost the first.
 
 from __future__ import annotations
 
-import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ActionParser, ArgumentParser, get_loader
 
-from ..cli import command
-from ..files import within
-from . import options, settings
+from ..eval.speed import summarise
+from ..eval.sweep import every_cell
+from ..export.bundle_writer import add_frontier
+from ..files import within, worker
+from ..train.rounds import Stages as RoundStages
+from ..train.rounds import run_rounds
+from ..verifier.relax import parse
+from . import settings
+from .options import (
+    add_options,
+    call,
+    check,
+    check_sections,
+    grouped,
+    make_parser,
+    option_names,
+    take_configs,
+)
+from .report import write_page
+from .table import command
 
-# What this story decides: where the stages find each other's results.
-DECIDED = {"gather": {"out"}, "export": {"out", "train", "results"}, "eval": {"out", "dry_run"}}
+# What the pipeline decides itself: where the stages find each other's results.
+DECIDED = {
+    "gather": {"out"},
+    "export": {"out", "train", "results"},
+    "eval": {"out", "dry_run"},
+    "train": set(),
+}
+LATER = {"out": "", "data": {"traces": ""}}  # for training, which cannot do without these
+
+WRITTEN = {
+    "results.jsonl": "one line a text",
+    "report.html": "everything that was measured, for a browser",
+    "frontier.png": "quality against tokens per target call",
+    "bundle": "the head; diversed decode --relaxation",
+}
+Stages = dict[str, dict[str, Any]]  # the options of every stage
 
 
-def story(
+def run(args: list[str]) -> None:
+    """Run every stage; `args` are the words of the command line."""
+    args, files = take_configs(args)
+    parser = _parser()
+    names = option_names(parser)
+    words = [word for word in _for_every_stage(args, names) if word != "--print_config"]
+    stem = "-".join(file.stem for file in files) or "run"
+    parsed = check(parser, words, {"out": f"runs/{stem}"} | _from_files(files, names), "run")
+    parsed["train.out"] = str(Path(parsed.out) / "train")
+    parsed["train.data.traces"] = str(Path(parsed.out) / "traces")
+    plan = vars(parser.instantiate(parsed))
+    stages = {stage: vars(plan.pop(stage)) for stage in DECIDED}
+    own = {name: value for name, value in plan.items() if name != "config"}
+    _refuse_bad(stages, **own)
+    if "--print_config" in args:
+        whole = get_loader("yaml")(parser.dump(parsed))
+        sections = {stage: whole.pop(stage) for stage in DECIDED}
+        print(yaml.safe_dump({"run": whole, **sections}, sort_keys=False), end="")
+    else:
+        pipeline(stages, **own)
+
+
+def pipeline(
+    stages: Stages,
     *,
     out: str | None = None,
     biases: list[float] = [0.0],  # noqa: B006  never written to
     rounds: int = 1,
     max_drop: float = 0.02,
 ) -> None:
-    """Gather, train, export and evaluate with one settings file; complete stages are skipped.
+    """Gather, train, export and evaluate with one configuration; complete stages are skipped.
 
-    Options of a stage are written --STAGE.option; what several stages share may be written once, as
-    in --seed 1. Those of training are listed by `diversed train --help` and written
-    --train.model.lr and so on.
+    Options of a stage are written --STAGE.option, such as --train.model.lr; what several stages
+    share may be written once, as in --seed 1.
 
     Args:
+        stages: the options of every stage.
         out: folder for everything; by default runs/ and the name of the settings file.
-        biases: the trained gate is evaluated with each of these added to its logit; larger is
+        biases: the trained head is evaluated with each of these added to its logit; larger is
             faster and less exact.
-        rounds: gather and train up to this often, each time at the gate so far, until the texts
+        rounds: gather and train up to this often, each time with the head so far, until the texts
             earn what the fit predicted; then bias 0 is the point that `max_drop` asks for.
-        max_drop: mean reward that the gate of a round may cost by the fit's prediction, in the
+        max_drop: mean reward that the head of a round may cost by the fit's prediction, in the
             reward's unit.
     """
+    folder = Path(out)
+    blend = ";blend=logits" if stages["train"]["model"].blend == "logits" else ""
+    learned = [
+        f"{folder / 'bundle'}{blend}" + (f";bias={bias:g}" if bias else "") for bias in biases
+    ]
+    relaxations = [*stages["eval"]["relaxations"], *learned]
+    if rounds > 1:
+        work = {"rounds": lambda: _rounds(folder, stages, rounds, max_drop, blend)}
+    else:
+        work = {
+            "gather": lambda: _stage(stages, "gather", out=str(folder / "traces")),
+            "train": lambda: _stage(stages, "train"),
+            "export": lambda: _export(stages, str(folder / "train"), str(folder / "bundle")),
+        }
+    work["eval"] = lambda: _stage(stages, "eval", out=out, relaxations=relaxations)
+    began = time.monotonic()
+    for number, (stage, do) in enumerate(work.items(), 1):
+        print(f"\n[{number}/{len(work)}] {stage}", flush=True)
+        start = time.monotonic()
+        do()
+        print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
+    _publish(folder, stages["eval"]["trust_remote_code"])
+    print(f"\ndone in {_clock(time.monotonic() - began)}")
+    for name, meaning in WRITTEN.items():
+        print(f"  {folder / name}  ({meaning})")
 
 
-def run(args: list[str]) -> None:
-    """Run every stage; `args` are the words of the command line."""
-    args, file = options.take_config(args)
-    values, where = (settings.load(file), file.name) if file else ({}, "")
-    printing = "--print_config" in args
-    stages = {stage: command(stage) for stage in DECIDED}
-    parser = options.make_parser({"": story, **stages}, "run", skip=DECIDED)
-    words, train_words = _share(
-        [word for word in args if word != "--print_config"], options.option_names(parser)
-    )
-    default = {"out": f"runs/{file.stem if file else 'run'}"}
-    parsed = options.check(parser, words, default | _chosen(values, parser, where), "run")
-    plan = vars(parser.instantiate(parsed))
-    _refuse_bad_names(plan["gather"], plan["eval"])
-    out = Path(plan["out"])
-    if ";" in str(out):
+def _stage(stages: Stages, stage: str, **decided: Any) -> Any:
+    return call(command(stage), **stages[stage] | decided)
+
+
+def _export(stages: Stages, train: str, bundle: str, bias: float = 0.0) -> None:
+    """Write a bundle; its bias is added to the one that was asked for."""
+    _stage(stages, "export", train=train, out=bundle, bias=stages["export"]["bias"] + bias)
+
+
+def _rounds(folder: Path, stages: Stages, most: int, max_drop: float, blend: str) -> None:
+    """Gather and train in rounds; the last head becomes the bundle."""
+    gather, data = stages["gather"], stages["train"]["data"]
+
+    def gather_more(out: str, relaxation: str, first: int) -> None:
+        first += gather["first_sample"]
+        _stage(stages, "gather", out=out, relaxation=relaxation, first_sample=first)
+
+    def fit(traces: list[str], out: str) -> None:
+        _stage(stages, "train", out=out, data=replace(data, traces=traces))
+
+    def write(train: str, bundle: str, bias: float) -> None:
+        # The bias that was asked for is for the last bundle alone.
+        _stage(stages, "export", train=train, out=bundle, bias=bias)
+
+    made = RoundStages(gather_more, fit, write)
+    first = gather["relaxation"]
+    train, bias = run_rounds(folder, made, most, max_drop, first, gather["samples"], blend)
+    _export(stages, str(train), str(folder / "bundle"), bias)
+
+
+def _publish(folder: Path, trust_remote_code: bool) -> None:
+    """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
+    add_frontier(folder / "bundle", summarise(folder / "results.jsonl"))
+    write_page(runs=[str(folder)], trust_remote_code=trust_remote_code)
+
+
+def _parser() -> ArgumentParser:
+    """Options of `pipeline`, and those of every stage under the stage's name."""
+    parser = make_parser(pipeline, "run", skip={"stages"})
+    for stage, decided in DECIDED.items():
+        inner = ArgumentParser(exit_on_error=False)
+        add_options(inner, command(stage), decided)
+        parser.add_argument(f"--{stage}", action=ActionParser(parser=inner))
+    return parser
+
+
+def _from_files(files: list[settings.File], names: list[str]) -> dict[str, Any]:
+    """What the settings files say: the section `run`, and what every stage takes, under its name."""
+    own = [name for name in names if name.split(".")[0] not in DECIDED]
+    values = settings.chosen([file.only("run") for file in files], "run", own)
+    for stage in DECIDED:
+        inner = [name.partition(".")[2] for name in names if name.startswith(f"{stage}.")]
+        # A section `run` tells a file of several commands from one of training alone.
+        whole = [replace(file, values={"run": None, **file.values}) for file in files]
+        values[stage] = settings.chosen(whole, stage, inner)
+    values["train"] = settings.merge(LATER, values["train"])
+    check_sections(files, ["run", *DECIDED])
+    return values
+
+
+def _for_every_stage(args: list[str], names: list[str]) -> list[str]:
+    """The words, with an option that stages share written out for each of them."""
+    words = []
+    for option, values in grouped(args):
+        name, equals, value = option.removeprefix("--").partition("=")
+        sharing = [f"{stage}.{name}" for stage in DECIDED if stage != "train"]
+        if name == "seed":
+            sharing.append("train.seed_everything")
+        shared = name.split(".")[0] in settings.SHARED and name not in names
+        users = [full for full in sharing if shared and full in names] or [name]
+        if not option.startswith("--") or not shared or users == [name]:
+            words += [option, *values]
+            continue
+        for user in users:
+            words += [f"--{user}{equals}{value}", *values]
+    return words
+
+
+def _refuse_bad(
+    stages: Stages, out: str, biases: list[float], rounds: int, max_drop: float
+) -> None:
+    """What a late stage would refuse is refused before the first one starts."""
+    gather, train, evaluate = (stages[name] for name in ("gather", "train", "eval"))
+    parse(gather["relaxation"])
+    temperatures = evaluate["temperatures"] or [1.0]
+    lengths = evaluate["draft_lengths"] or [evaluate["draft_length"]]
+    methods, relaxations, seeds = (evaluate[name] for name in ("methods", "relaxations", "seeds"))
+    every_cell(methods, relaxations, seeds, temperatures, lengths)
+    if ";" in out:
         raise ValueError(
-            "`out` must have no `;` in it, as the trained gate is called by this folder's name,"
+            "`out` must have no `;` in it, as the trained head is called by this folder's name,"
             f" got {out}"
         )
-    trained = _check_training([*train_words, *_places(out)], values, where)
-    if printing:
-        print(_as_file(parser.dump(parsed), trained), end="")
-        return
-    _refuse_bad_rounds(plan, trained)
-    _tell(
-        out, plan, stages, [*([f"--config={file}"] if file else []), *train_words], _blend(trained)
-    )
-
-
-def _places(out: Path, traces: list[str] | None = None) -> list[str]:
-    """The words that tell training where it reads and writes."""
-    return [
-        f"--data.traces={json.dumps(traces) if traces else out / 'traces'}",
-        f"--out={out / 'train'}",
-    ]
-
-
-def _blend(trained: str) -> str:
-    """What a relaxation of the trained gate ends in; `trained` is YAML of the options of training."""
-    return ";blend=logits" if yaml.safe_load(trained)["model"]["blend"] == "logits" else ""
-
-
-def _refuse_bad_rounds(plan: dict[str, Any], trained: str) -> None:
-    within(1, rounds=plan["rounds"])
-    if not 0 <= plan["max_drop"] < float("inf"):
+    _refuse_several_processes(vars(train["trainer"]))
+    within(1, rounds=rounds)
+    if not 0 <= max_drop < float("inf"):
         raise ValueError(
-            f"`max_drop` must be a reward of at least 0 that may be lost, got {plan['max_drop']}"
+            f"`max_drop` must be a reward of at least 0 that may be lost, got {max_drop}"
         )
-    if plan["rounds"] > 1 and not yaml.safe_load(trained)["data"]["validation"]:
+    if rounds > 1 and not train["data"].validation:
         raise ValueError(
             "`rounds` compare a fit with texts of held-out prompts; give"
             " --train.data.validation 0.1"
         )
 
 
-def _refuse_bad_names(gather: Any, evaluate: Any) -> None:
-    """A relaxation or method that does not exist is found before the first stage, not by the stage
-    that needs it.
-    """
-    from ..verifier.relax import parse
-    from .eval import every_cell
-
-    parse(gather.relaxation)
-    at = evaluate.temperatures or [1.0], evaluate.draft_lengths or [evaluate.draft_length]
-    every_cell(evaluate.methods, evaluate.relaxations, evaluate.seeds, *at)
-
-
-def _tell(
-    out: Path, plan: dict[str, Any], stages: dict, train_words: list[str], blend: str
-) -> None:
-    """The stages in order, a heading and the elapsed time for each."""
-    bundle = str(out / "bundle")
-    gather, export, evaluate = (vars(plan[stage]) for stage in stages)
-    learned = [f"{bundle}{blend}" + (f";bias={bias:g}" if bias else "") for bias in plan["biases"]]
-    evaluate["relaxations"] = [*evaluate["relaxations"], *learned]
-    if plan["rounds"] > 1:
-        chapters = {
-            "rounds": lambda: _rounds(out, plan, stages, gather, export, train_words, blend)
-        }
-    else:
-        chapters = {
-            "gather": lambda: stages["gather"](out=str(out / "traces"), **gather),
-            "train": lambda: _train([*train_words, *_places(out)]),
-            "export": lambda: stages["export"](train=str(out / "train"), out=bundle, **export),
-        }
-    chapters["eval"] = lambda: stages["eval"](out=str(out), **evaluate)
-    began = time.monotonic()
-    for number, (stage, chapter) in enumerate(chapters.items(), 1):
-        print(f"\n[{number}/{len(chapters)}] {stage}", flush=True)
-        start = time.monotonic()
-        chapter()
-        print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
-    _publish(bundle, out, evaluate.get("trust_remote_code", False))
-    print(f"\ndone in {_clock(time.monotonic() - began)}")
-    for name, meaning in (
-        ("results.jsonl", "one line a text"),
-        ("report.html", "everything that was measured, for a browser"),
-        ("frontier.png", "quality against tokens per target call"),
-        ("bundle", "the gate; diversed decode --relaxation"),
-    ):
-        print(f"  {out / name}  ({meaning})")
-
-
-def _rounds(
-    out: Path,
-    plan: dict[str, Any],
-    stages: dict,
-    gather: dict,
-    export: dict,
-    train_words: list[str],
-    blend: str,
-) -> None:
-    """Gather and train in rounds; the last head becomes the bundle."""
-    from ..train.rounds import Stages, run_rounds
-
-    asked = export.pop("bias")
-
-    def write(train: str, bundle: str, bias: float) -> None:
-        stages["export"](**{**export, "train": train, "out": bundle, "bias": bias})
-
-    commands = Stages(
-        gather=lambda to, relaxation, first: stages["gather"](
-            **{
-                **gather,
-                "out": to,
-                "relaxation": relaxation,
-                "first_sample": gather["first_sample"] + first,
-            }
-        ),
-        train=lambda traces, to: _train([*train_words, *_places(Path(to).parent, traces)]),
-        export=write,
-    )
-    first, samples = gather["relaxation"], gather["samples"]
-    train, bias = run_rounds(out, commands, plan["rounds"], plan["max_drop"], first, samples, blend)
-    write(str(train), str(out / "bundle"), bias + asked)
-
-
-def _publish(bundle: str, out: Path, trust_remote_code: bool) -> None:
-    """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
-    from ..eval.speed import summarise
-    from ..export.bundle_writer import add_frontier
-    from .report import write_page
-
-    add_frontier(bundle, summarise(out / "results.jsonl"))
-    write_page(runs=[str(out)], trust_remote_code=trust_remote_code)
-
-
-def _chosen(values: dict, parser, file: str) -> dict:
-    """What every stage takes from the settings file, under the stage's name; and the story's own
-    section.
-    """
-    names = options.option_names(parser)
-    own = [name for name in names if name.split(".")[0] not in DECIDED]
-    chosen = settings.select({"run": values.get("run")}, "run", own, file)
-    for stage in DECIDED:
-        chosen[stage] = settings.select(values, stage, _under(names, stage), file)
-    options.check_sections(values, ["run", *DECIDED], file)
-    return chosen
-
-
-def _share(args: list[str], names: list[str]) -> tuple[list[str], list[str]]:
-    """Words for the parser of `run`, with shared options written out for every stage; and those for
-    training.
-    """
-    words, train = [], []
-    for option, values in _grouped(args):
-        name = option.removeprefix("--").partition("=")[0]
-        shared = name.split(".")[0] in settings.SHARED
-        users = [stage for stage in DECIDED if shared and f"{stage}.{name}" in names]
-        if name.startswith("train."):
-            train += [f"--{option.removeprefix('--train.')}", *values]
-        elif name in names or not users:
-            words += [option, *values]
-        else:
-            for stage in users:
-                words += [f"--{stage}.{option.removeprefix('--')}", *values]
-            if name == "seed":
-                train += [option.replace("--seed", "--seed_everything"), *values]
-    return words, train
-
-
-def _grouped(args: list[str]) -> list[tuple[str, list[str]]]:
-    """Every option with the words after it that are its values."""
-    groups = []
-    for word in args:
-        if word.startswith("--") or not groups:
-            groups.append((word, []))
-        else:
-            groups[-1][1].append(word)
-    return groups
-
-
-def _check_training(words: list[str], values: dict, file: str) -> str:
-    """Read the options of training before the first stage starts; as YAML, what training will run
-    with.
-    """
-    parser = options.make_parser({"": command("train")}, "train")
-    names = options.option_names(parser)
-    shared = settings.shared({"run": None, **values}, "train")
-    parsed = options.check(parser, words, settings.select(shared, "train", names, file), "train")
-    _refuse_several_processes(parsed["trainer"])
-    return parser.dump(parsed)
-
-
-def _train(words: list[str]) -> Path:
-    function = command("train")
-    return function(**options.parse(function, words, "train"))
-
-
-def _refuse_several_processes(trainer: Any) -> None:
-    """Each would run the whole story, and all of them write what the last stages write."""
-    from ..files import worker
-
+def _refuse_several_processes(trainer: dict[str, Any]) -> None:
+    """Each would run the whole pipeline, and all of them write what the last stages write."""
     launched, _ = worker(None, None)
     if launched > 1 or str(trainer["devices"]) != "1" or trainer["num_nodes"] != 1:
         raise ValueError(
@@ -273,21 +247,6 @@ def _refuse_several_processes(trainer: Any) -> None:
             f" {trainer['devices']} and num_nodes {trainer['num_nodes']}; run the stages one by"
             " one, of which gather and train share their work"
         )
-
-
-def _as_file(parsed: str, trained: str) -> str:
-    """What `--print_config` prints: a settings file with one section a stage."""
-    from jsonargparse import get_loader
-
-    plan = get_loader("yaml")(parsed)
-    stages = {stage: plan.pop(stage) for stage in DECIDED}
-    return yaml.safe_dump(
-        {"run": plan, **stages, "train": get_loader("yaml")(trained)}, sort_keys=False
-    )
-
-
-def _under(names: list[str], stage: str) -> list[str]:
-    return [name.removeprefix(f"{stage}.") for name in names if name.startswith(f"{stage}.")]
 
 
 def _clock(seconds: float) -> str:

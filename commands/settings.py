@@ -6,20 +6,22 @@
       samples: 4
 
 A file that `diversed COMMAND --print_config` printed is one too. A name without a folder or `.yaml`
-is looked up
-in the package: `quickstart` is configs/quickstart.yaml. Every key must be known; the nearest one is
-    named if not.
+is looked up in the package: `quickstart` is configs/quickstart.yaml. `configs: [paper, llama]` in a
+file lays the file over others; several `--config` are laid over each other, the last on top. Every
+key must be known; if not, the nearest one is named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..cli import COMMANDS
 from ..files import nearest
+from .table import COMMANDS
 
 FOLDER = Path(__file__).parents[1] / "configs"
+OTHERS = "configs"  # the key that names the files below this one
 SHARED = (
     "target",
     "draft",
@@ -35,8 +37,36 @@ SHARED = (
 )
 
 
-def find(name: str) -> Path:
+@dataclass(frozen=True)
+class File:
+    """A settings file that was read.
+
+    name: as errors call it. stem: its name without folder and suffix. values: what it says.
+    """
+
+    name: str
+    stem: str
+    values: dict
+
+    @property
+    def sections(self) -> list[str]:
+        """The commands that the file has a section with options for."""
+        return [key for key, value in self.values.items() if is_section(key, value) and value]
+
+    def only(self, section: str) -> File:
+        """The file with one section alone."""
+        kept = {section: self.values[section]} if section in self.sections else {}
+        return File(self.name, self.stem, kept)
+
+
+def read(name: str) -> File:
     """The file behind `--config name`."""
+    path = find(name)
+    return File(path.name, path.stem, load(path))
+
+
+def find(name: str) -> Path:
+    """The path behind `--config name`."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         if not path.is_file():
@@ -52,10 +82,15 @@ def find(name: str) -> Path:
     )
 
 
-def load(path: Path) -> dict:
-    """The file's mapping, as YAML 1.2 reads it (1e-4 is a number)."""
+def load(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """The file's mapping, as YAML 1.2 reads it (1e-4 is a number), laid over the files it names.
+
+    above: the files that led to this one.
+    """
     from jsonargparse import get_loader
 
+    if path in above:
+        raise ValueError(f"`{OTHERS}` of {above[-1]} leads back to {path}; name other files")
     try:
         values = get_loader("yaml")(path.read_text(encoding="utf-8"))
     except Exception as error:
@@ -67,42 +102,45 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path} must hold `key: value` lines, got {type(values).__name__}")
     if bad := [key for key in values if not isinstance(key, str)]:
         raise ValueError(f"{path} must have words as keys, got {bad[0]!r}")
-    return values
+    names = values.pop(OTHERS, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"`{OTHERS}` in {path} must be a list of settings files, got {names!r}")
+    below: dict = {}
+    for name in names:
+        below = merge(below, load(find(name), (*above, path)))
+    return merge(below, values)
 
 
-def shared(values: Mapping, command: str) -> Mapping:
-    """`values` with what `command` shares with the others under its own names.
-
-    Training shares the seed alone: its `data` are traces, and its seed is called `seed_everything`.
-    A file without sections is one command's own.
-    """
-    if command != "train" or not any(is_section(key, value) for key, value in values.items()):
-        return values
-    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
-    return {"train": {**seed, **(values.get("train") or {})}}
+def chosen(files: list[File], command: str, options: Iterable[str]) -> dict:
+    """What `command` takes from the files, which are laid over each other."""
+    whole: dict = {}
+    for file in files:
+        select(file.values, command, options, file.name)
+        whole = merge(whole, file.values)
+    return select(whole, command, options, "")
 
 
 def select(values: Mapping, command: str, options: Iterable[str], file: str) -> dict:
     """What `command` takes from a file: the shared keys it has, over them its own section.
 
-    options: every option of the command, nested ones as `sampling.temperature`; file: named in
-        errors.
+    options: every option of the command, nested ones as `sampling.temperature`. file: its name.
     """
     options = set(options)
+    values = _of_training(values) if command == "train" else values
     top = {key: value for key, value in values.items() if not is_section(key, value)}
-    known = options | set(SHARED) | set(COMMANDS)
-    for key in top:
+    for key, value in top.items():
         if key in COMMANDS and not _accepts(options, key):
             raise ValueError(
-                f"section `{key}` of {file} must hold options, one a line, got {top[key]!r}"
+                f"section `{key}` of {file} must hold options, one a line, got {value!r}"
             )
         if not _accepts(options, key) and key not in SHARED:
+            known = options | set(SHARED) | set(COMMANDS)
             raise ValueError(f"`{key}` at the top of {file} is not an option{nearest(key, known)}")
-    chosen = {key: value for key, value in top.items() if _accepts(options, key)}
-    own = values.get(command)
-    chosen = merge(chosen, own if is_section(command, own) and own else {})
+    taken = {key: value for key, value in top.items() if _accepts(options, key)}
+    own = values.get(command) if is_section(command, values.get(command)) else None
+    taken = merge(taken, own or {})
     where = f"in section `{command}` of {file}" if own else f"in {file}"
-    for key in flatten(chosen):
+    for key in flatten(taken):
         if not _accepts(options, key) and not _inside_leaf(options, key):
             raise ValueError(
                 f"`{key}` {where} is not an option of `diversed {command}`{nearest(key, options)}"
@@ -113,13 +151,21 @@ def select(values: Mapping, command: str, options: Iterable[str], file: str) -> 
                 f"`{key}` {where} must hold options such as {inside[0]}, one a line, got no such"
                 " lines"
             )
-    return chosen
+    return taken
+
+
+def _of_training(values: Mapping) -> dict:
+    """What a file says about training: its section `train` and the shared seed, or all of a file
+    without sections. The shared `data` is no option of training, whose `data` are traces.
+    """
+    if not any(is_section(key, value) for key, value in values.items()):
+        return {"train": values}
+    seed = {"seed_everything": values["seed"]} if "seed" in values else {}
+    return {"train": seed | (values.get("train") or {})}
 
 
 def is_section(key: str, value: object) -> bool:
-    """Whether a top-level key opens a command's section (`train: runs/head` is an option of another
-    command).
-    """
+    """Whether a top-level key opens a command's section; in `train: runs/head` it is an option."""
     return key in COMMANDS and (value is None or isinstance(value, Mapping))
 
 
@@ -136,9 +182,10 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
     """Every key of nested mappings, as `sampling.temperature`."""
     keys = []
     for key, value in values.items():
-        keys += (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
-        )
+        if isinstance(value, Mapping):
+            keys += flatten(value, f"{prefix}{key}.")
+        else:
+            keys.append(f"{prefix}{key}")
     return keys
 
 
@@ -147,11 +194,8 @@ def _accepts(options: set[str], key: str) -> bool:
 
 
 def _inside_leaf(options: set[str], key: str) -> bool:
-    """Whether `key` lies in an option that holds a mapping of its own (`model.init_args.x` under
-    `model`).
-    """
+    """Whether `key` lies in an option that is itself a mapping (`model.init_args.x` in `model`)."""
     parents = key.split(".")[:-1]
-    leaves = (".".join(parents[: depth + 1]) for depth in range(len(parents)))
-    return any(
-        leaf in options and not any(o.startswith(f"{leaf}.") for o in options) for leaf in leaves
-    )
+    leaves = {".".join(parents[: depth + 1]) for depth in range(len(parents))}
+    mappings = {option for option in options if option in leaves}
+    return any(not any(o.startswith(f"{leaf}.") for o in options) for leaf in mappings)

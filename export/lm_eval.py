@@ -20,7 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from ..cli import USER_ERRORS, sentence
+from ..errors import USER_ERRORS, sentence
 from ..files import within
 from ..runtime.completion import Request
 from ..runtime.drafting import MAX_NODES

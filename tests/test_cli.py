@@ -139,6 +139,37 @@ def test_options_of_a_dataclass_are_dotted():
     assert chosen["sampling"] == Sampling(0.5) and chosen["other"] == Sampling(top_k=3)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where results go.
+
+    Args:
+        out: folder to write to.
+        sampling: how rows become probabilities.
+        threads: CPU threads.
+    """
+
+    out: str
+    sampling: Sampling = Sampling()  # noqa: RUF009  frozen
+    threads: int = 1
+
+
+def grouped(place: Place, sizes: Sampling = Sampling(0.5), *, lr: float = 0.1):  # noqa: B008  frozen
+    calls.append(locals())
+
+
+def test_a_group_of_options_has_no_prefix_and_the_defaults_of_the_signature(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["diversed.probe_command"], "probe", grouped)
+    chosen = given("gather", "--out", "o", "--top_k", 3, "--sampling.top_k", 4)
+    assert chosen == {"place": Place("o", Sampling(top_k=4)), "sizes": Sampling(0.5, 3), "lr": 0.1}
+    assert options.call(grouped, out="o", top_k=3, sampling=Sampling(top_k=4)) is None and calls[-1] == chosen
+    with pytest.raises(TypeError, match="top"):
+        options.call(grouped, out="o", top=3)
+    with pytest.raises(SystemExit):
+        cli.main(["gather", "--help"])
+    assert "folder to write to. (required" in capsys.readouterr().out
+
+
 def test_a_flag_needs_no_value():
     assert given("gather", "--hidden", "--target", "a")["hidden"] is True
     assert given("gather", "--hidden", "false", "--target", "a")["hidden"] is False
@@ -224,6 +255,29 @@ def test_a_file_without_a_suffix_is_found_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("target: a\n")
     assert given("gather", "--config", "mine")["target"] == "a"
+
+
+def test_several_files_are_laid_over_each_other_and_a_file_over_those_that_it_names(tmp_path):
+    (tmp_path / "below.yaml").write_text("target: below\nseed: 1\ngather: {lr: 0.5, methods: [block]}\n")
+    above = config(tmp_path, f"configs: [{tmp_path}/below.yaml]\nseed: 2\ngather: {{lr: 0.25}}\n")
+    (tmp_path / "last.yaml").write_text("sampling: {top_k: 3}\nseed: 3\n")
+    one = given("gather", "--config", above)
+    assert (one["target"], one["seed"], one["lr"], one["methods"]) == ("below", 2, 0.25, ["block"])
+    both = given("gather", "--config", above, f"--config={tmp_path / 'last.yaml'}")
+    assert both == one | {"seed": 3, "sampling": Sampling(top_k=3)}
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("configs: mine.yaml", "must be a list of settings files, got 'mine.yaml'"),
+        ("configs: [{folder}/mine.yaml]", "mine.yaml leads back to {folder}/mine.yaml; name other files"),
+        ("configs: [quikstart]", "quikstart is neither a file nor a packaged configuration; did you mean"),
+    ],
+)
+def test_bad_names_of_other_files_get_one_sentence(refused, tmp_path, text, sentence):
+    answer = refused("gather", "--config", config(tmp_path, text.format(folder=tmp_path)))
+    assert sentence.format(folder=tmp_path) in answer
 
 
 # What bad input is answered with
@@ -419,7 +473,7 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
         "diversed run: `--eval.promts` is not an option of `diversed run`; did you mean `--eval.prompts`?"
     )
     assert refused("run", "--config", "quickstart", "--train.model.lrr", 3) == (
-        "diversed run: `--model.lrr` is not an option of `diversed train`; did you mean `--model.lr`?"
+        "diversed run: `--train.model.lrr` is not an option of `diversed run`; did you mean `--train.model.lr`?"
     )
     for words, sentence in (
         (["--eval.relaxations", "ensemble:7"], "relaxation 'ensemble:7': weight must lie in [0, 1], got 7"),
@@ -473,7 +527,7 @@ def test_every_benchmark_has_typed_options():
 
     for name in benchmarks.names():
         run = importlib.import_module(f"diversed.benchmarks.bench_{name}").run
-        options.make_parser({"": run}, f"bench {name}")
+        options.make_parser(run, f"bench {name}")
 
 
 def test_a_type_is_described_in_words():

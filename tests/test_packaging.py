@@ -32,7 +32,7 @@ BELOW = {
     "selector": {"verifier", "runtime", "data", "selector", "train"},
     "train": {"verifier", "runtime", "data", "train"},
 }
-LEAVES = {"assets", "configs", "__init__", "files", "fields"}
+LEAVES = {"assets", "configs", "__init__", "errors", "files", "fields"}
 
 
 def python_files(folder):

@@ -1,0 +1,25 @@
+"""An error of the user as one sentence; every folder may import this file."""
+
+from __future__ import annotations
+
+import errno
+
+# ValueError, TypeError and OSError carry a sentence: the argument, what it must be, what came, what
+# to do. A missing module is an extra that is not installed.
+USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
+
+
+def sentence(error: BaseException) -> str:
+    """The error as one line for the person at the keyboard."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        extra = "diversed[gguf]" if error.name == "gguf" else str(error.name)
+        return f"the package `{error.name}` is not installed; pip install '{extra}'"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" at {error.filename}" if error.filename else ""
+        return (
+            f"disk full{where}; nothing finished is lost: free some space and run the same command"
+            " again"
+        )
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the operating system says'}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
