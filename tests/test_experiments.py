@@ -1,5 +1,7 @@
 """The experiments of experiments/ at a size at which they say nothing: that they run, and which rows they give."""
 
+import json
+
 from .support.scripts import script
 
 TEXTS = {"prompts": 2, "max_new_tokens": 6}
@@ -27,3 +29,31 @@ def test_training_is_timed_at_two_vocabularies_that_enter_no_step():
     assert rows["logits, V = 2,000"]["vs"].keys() == {"logits, V = 1,000"}
     assert rows["tiny pair, written"]["value"] < rows["tiny pair with hidden states, written"]["value"]
     assert all(row["value"] > 0 for row in rows.values())
+
+
+TINY = ["--validation_prompts", "4", "--test_prompts", "4", "--epochs", "1", "--max_new_tokens", "8"]
+
+
+def measured(out):
+    """relaxation -> how many texts the test figures of a folder are of."""
+    lines = (out / "test" / "results.jsonl").read_text().splitlines()
+    names = [json.loads(line)["relaxation"] for line in lines]
+    return {name.removeprefix(f"{out}/").split(";")[0]: names.count(name) for name in names}
+
+
+def test_every_way_of_training_ends_in_test_figures_and_its_head_can_be_taken_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(script("stages"), "BIASES", (-2, 0))
+    here, there = tmp_path / "here", tmp_path / "there"
+    script("verifiers").main(
+        ["--out", str(here), "--objectives", "rounds", "bounded", "--features", "logits", "--rollouts", "96",
+         "--static", "ensemble:0.2", "--also", *TINY]
+    )  # fmt: skip
+    heads = [f"{objective}-logits-96-seed-0/bundle" for objective in ("rounds", "bounded")]
+    assert measured(here) == dict.fromkeys(["none", "ensemble:0.2", *heads], 4)
+    assert len(json.loads((here / "rounds-logits-96-seed-0" / "rounds.json").read_text())) == 3
+    script("transfer").main(
+        ["--out", str(there), "--elsewhere", str(here / "bounded-logits-96-seed-0"), "--rollouts", "64",
+         "--refit", "32", *TINY]
+    )  # fmt: skip
+    names = ["elsewhere", "refitted-32-slowly", "refitted-32", "here-32", "here-64"]
+    assert measured(there) == dict.fromkeys(["none", *(f"{name}/bundle" for name in names)], 4)
