@@ -1,8 +1,4 @@
-"""Code tasks: from a row to a prompt and its tests, and from an answer to a program.
-
-A reference is Python source that an answer must survive. Where it holds the line HERE, what stands
-above comes before
-the answer: the head of the function that HumanEval's answers continue.
+"""Code tasks: from a row to a prompt and its tests (`code_answers` reads a program out of an answer).
 
 mbpp       Austin 2021, arXiv 2108.07732, the prompt of section 3 without examples: the task, its tests, then [BEGIN];
            an answer ends at [DONE]. Rows of the full or of the sanitized set.
@@ -12,43 +8,8 @@ humaneval  Chen 2021, arXiv 2107.03374: the prompt is the function's head, the t
 
 from __future__ import annotations
 
-import re
-import warnings
-
+from .code_answers import HERE
 from .layouts import Blank, text_of
-
-HERE = "\n# The answer stands here.\n"
-BLOCK = re.compile(r"(?:```[^\n`]*|\[BEGIN\])\n(.*?)(?:\n```|\[DONE\]|\Z)", re.DOTALL)
-
-
-def program(text: str, reference: str) -> tuple[str, str]:
-    """(program, tests) of an answer; of a chat answer the first block of code counts, closed or
-    not.
-    """
-    head, _, tests = reference.rpartition(HERE)
-    block = BLOCK.search(text)
-    code = block.group(1) if block else text
-    if head:
-        # Some tokenizers swallow a text's first space; less than four would never parse below the
-        # docstring.
-        code = re.sub(r"\A {1,3}(?=\S)", "    ", code)
-    return head + code, tests
-
-
-def testable(reference: str) -> bool:
-    """Whether the tests are Python; others would score every answer 0."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about how the tests are written
-            compile(reference.rpartition(HERE)[2], "tests", "exec", dont_inherit=True)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # the last two: nested too deeply
-        return False
-    return True
 
 
 def mbpp_row(row: dict, place: str) -> dict:

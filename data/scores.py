@@ -1,8 +1,6 @@
 """Scores of a text against its reference, by their public definitions.
 
-final_number  GSM8K (openai/grade-school-math, dataset.py: `#### (\\-?[0-9\\.\\,]+)`): the number right after the first
-              `####`. Texts without one are read more kindly: the first number on the line after "answer is", else
-              the last number of the text, as lm-evaluation-harness' flexible extraction does.
+final_number  the number that an answer ends up with, see `data.final_number`.
 rouge         rouge-score (google-research), F1 with Porter stemming, as summarisation papers report it.
 bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
 pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`data.programs`), else 0.
@@ -15,48 +13,22 @@ text alone does not hold it).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from functools import cache
 from typing import NamedTuple
 
 from . import sandbox
-from .programs import program, testable
-
-# A minus counts as a sign unless a number, word or bracket stands before it: "10-3" ends in 3.
-CURRENCY = "$\u20ac\u00a3"
-SIGN = rf"(?:(?<![\w.)\]])[{CURRENCY}]?[-\u2212\u2013])"
-NUMBER = rf"{SIGN}?[{CURRENCY}]?(?:[0-9]+(?:,[0-9]{{3}})*(?![0-9])(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
-MARKED = re.compile(rf"####[ \t]*({NUMBER})")
-ANY = re.compile(NUMBER)
-PHRASE = re.compile(r"\banswer is\b", re.IGNORECASE)
-
-
-def final_number(text: str) -> Decimal | None:
-    """The number a text ends up with, None where it has none.
-
-    Thousands commas, a currency sign, a decimal part, a sign (also the typographic minus) and a
-    percent sign are read; a full stop after the number is not part of it. Fractions are not
-    evaluated: "3/4" holds the numbers 3 and 4.
-    """
-    marked = MARKED.search(text)
-    found = (
-        marked.group(1)
-        if marked
-        else _after_phrase(text) or next(iter(ANY.findall(text)[-1:]), None)
-    )
-    if found is None:
-        return None
-    return Decimal(re.sub(f"[,{CURRENCY}]", "", re.sub("[\u2212\u2013]", "-", found)))
+from .code_answers import program, testable
+from .final_number import final_number, readable
 
 
 def exact_number(text: str, reference: str) -> float:
     """1.0 where text and reference end up with equal numbers (18 equals 18.00), else 0.0."""
     expected = final_number(reference)
-    if expected is None:
+    if not readable(reference):
         raise ValueError(
-            f"`reference` must hold a number for the score final_number, got {reference[:80]!r}"
+            "`reference` must hold one number that can be read in full for the score final_number,"
+            f" got {reference[:80]!r}"
         )
     return float(final_number(text) == expected)
 
@@ -84,8 +56,8 @@ def pass_at_1(text: str, reference: str) -> float:
 
 def missing(score: str, reference: str | None) -> str:
     """What the score needs and the reference does not hold, in words; "" where nothing is missing."""
-    if score == "final_number" and final_number(reference) is None:
-        return "a number"
+    if score == "final_number" and not readable(reference):
+        return "one number that can be read in full (no formula, time, date or ratio)"
     if score == "pass_at_1" and not testable(reference):
         return "tests in Python"
     return ""
@@ -121,15 +93,6 @@ SCORES = {
     "pass_at_1": Score(pass_at_1, "pass@1"),
     "target_logprob": Score(None, "target log-probability"),
 }
-
-
-def _after_phrase(text: str) -> str | None:
-    for line in text.split("\n"):
-        phrase = PHRASE.search(line)
-        number = phrase and ANY.search(line, phrase.end())
-        if number:
-            return number.group()
-    return None
 
 
 @cache

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy
@@ -49,19 +49,19 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/d
         ("x = \u22123", "-3"),
         ("(-$3)", "-3"),
         ("it fell by \u20133", "-3"),
-        ("- 3", "3"),
+        ("- 3", "-3"),
         ("18%", "18"),
-        ("3/4", "4"),
+        ("3/4", "3/4"),
         (".5", "0.5"),
         ("1,2,3", "3"),
         ("5.", "5"),
-        ("\u0663", None),
+        ("\u0663", "3"),
         ("nothing", None),
         ("", None),
     ],
 )
 def test_final_number_reads_what_a_person_would(text, number):
-    assert final_number(text) == (None if number is None else Decimal(number))
+    assert final_number(text) == (None if number is None else Fraction(number))
 
 
 def test_equal_numbers_score_one_however_they_are_written():
@@ -72,7 +72,7 @@ def test_equal_numbers_score_one_however_they_are_written():
 
 
 def test_reference_without_a_number_is_refused():
-    with pytest.raises(ValueError, match="`reference` must hold a number"):
+    with pytest.raises(ValueError, match="`reference` must hold one number"):
         exact_number("#### 1", "none")
 
 
@@ -80,16 +80,16 @@ def test_reference_without_a_number_is_refused():
 def test_a_number_survives_every_way_of_writing_it(whole, cents):
     for written in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}"):
         for frame in ("#### {}", "The answer is {}.", "so in the end {}", "#### {}\n\nQuestion: 5"):
-            assert final_number(frame.format(written)) == Decimal(f"{whole}.{cents:02}")
+            assert final_number(frame.format(written)) == Fraction(f"{whole}.{cents:02}")
 
 
 @given(st.text(alphabet="0123456789,.-#$ answeri\n", max_size=60))
 def test_final_number_never_fails_and_keeps_to_the_public_marker(text):
     found = final_number(text)
-    assert found is None or found.is_finite()
+    assert found is None or isinstance(found, Fraction)
     public = re.search(r"#### (-?[0-9]+)(?![0-9,.])", text)
     if public and text.index("####") == public.start():
-        assert found == Decimal(public.group(1))
+        assert found == Fraction(public.group(1))
 
 
 @needs_shared
@@ -100,7 +100,7 @@ def test_gsm8k_references_agree_with_the_public_regex(split, count):
     assert len(answers) == count
     for answer in answers:
         public = re.search(r"#### (\-?[0-9\.\,]+)", answer).group(1).replace(",", "")
-        assert final_number(answer) == Decimal(public)
+        assert final_number(answer) == Fraction(public)
         assert exact_number(answer, answer) == 1.0
         assert exact_number(f"The answer is {public}.", answer) == 1.0
 
