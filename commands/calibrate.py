@@ -18,7 +18,7 @@ import numpy
 
 from ..data.tasks import DataOptions
 from ..eval.calibration import choose
-from ..eval.speed import read_results
+from ..eval.results import read_results
 from ..eval.sweep import Cell, Sweep, cell_of
 from ..export.bundle_writer import FILES, add_bias, write_bundle
 from ..export.card import with_calibration

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..data.tasks import DataOptions, load_task
-from ..eval.report import RESULTS, report
-from ..eval.speed import read_results
-from ..eval.statement import every_statement
+from ..eval.comparison import every_statement
+from ..eval.results import RESULTS, read_results
+from ..eval.results_table import report
 from ..eval.sweep import Sweep, every_cell
 from ..files import MOST_THREADS, exclusive, sha256, within, worker
 from ..runtime.engine import Engine, check_prompts

@@ -61,7 +61,7 @@ def export(
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
     write_bundle(out, head, card | ({"custom_generate": True} if format == "hf" else {}), selector)
     if results:
-        from ..eval.speed import summarise
+        from ..eval.summary import summarise
 
         add_frontier(out, summarise(results))
     relaxation = (

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from ..eval.facts import read_runs
 from ..eval.page import page
+from ..eval.run_data import read_runs
 from ..eval.tokens import token_numbers
 from ..files import within, write_whole
 from .options import parse

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
-from ..eval.speed import summarise
+from ..eval.summary import summarise
 from ..eval.sweep import every_cell
 from ..export.bundle_writer import add_frontier
 from ..files import within, worker

@@ -44,7 +44,7 @@ def rouge(text: str, reference: str, kind: str) -> float:
 
 
 def bleu(text: str, reference: str) -> float:
-    """sacreBLEU of one sentence, in [0, 1]; the corpus figure is `eval.quality.corpus_bleu`."""
+    """sacreBLEU of one sentence, in [0, 1]."""
     # Rounding takes a perfect text to 100.00000000000004.
     return min(1.0, _sentence_bleu().sentence_score(text, [reference]).score / 100)
 

@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .speed import read_results
-from .statement import compared_with
+from .comparison import compared_with
+from .results import read_results
 from .sweep import Cell, Sweep, cell_of
 
 

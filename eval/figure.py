@@ -8,7 +8,6 @@ Okabe and Ito's, safe for colour-blind eyes.
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ KINDS = {  # colour, line style, words at the end of the line
     "exact": ("#000000", "none", "exact decoding"),
     "static": ("#0072B2", "-", "static blend,\ndraft's share w"),
     "learned": ("#D55E00", "-", "learned head"),
-    "gate": ("#009E73", "--", "gate"),
+    "code": ("#009E73", "--", "gate"),
     "other": ("#CC79A7", "--", "other rules"),
 }
 MARKERS = "osD^vP*X"
 
 
 def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = None) -> Path:
-    """Draw the rows of `eval.speed.summarise` into `out` (.png, .svg or .pdf by its ending)."""
+    """Draw the rows of `eval.summary.summarise` into `out` (.png, .svg or .pdf by its ending)."""
     if not rows:
         raise ValueError("there is no result to draw; run `diversed eval` first")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,19 +49,16 @@ def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = No
 
 def describe(relaxation: str) -> tuple[str, str]:
     """(kind, words of its label) of a relaxation string."""
-    base, *options = [part.strip() for part in relaxation.split(";")]
-    suffix = ", ".join(
-        option.replace("=", " ").replace("-", "\N{MINUS SIGN}") for option in options
-    )
-    if base == "none":
-        return "exact", suffix
-    if base.startswith("ensemble:"):
-        return "static", ", ".join(filter(None, (f"{float(base.partition(':')[2]):g}", suffix)))
-    if match := re.fullmatch(r"[A-Za-z_][\w.]*:([A-Za-z_]\w*)", base):
-        return "gate", ", ".join(filter(None, (match[1].replace("_", " ").lower(), suffix)))
-    if re.fullmatch(r"[a-z-]+:[\d.,eE+-]+", base):
-        return "other", ", ".join(filter(None, (base.replace(":", " "), suffix)))
-    return "learned", suffix
+    rule = parse(relaxation)
+    minus = "\N{MINUS SIGN}"
+    words = [f"{name} {value.replace('-', minus)}" for name, value in rule.options.items()]
+    if rule.kind == "static":
+        words = [f"{rule.parameters[0]:g}", *words]
+    elif rule.kind == "code":
+        words = [rule.source.partition(":")[2].replace("_", " ").lower(), *words]
+    elif rule.kind == "other":
+        words = [rule.base.replace(":", " "), *words]
+    return rule.kind, ", ".join(words)
 
 
 def _draw(
@@ -154,7 +150,7 @@ def _words(kind: str, label: str, words: str, first: bool) -> str:
     """The label of one point; the first of a kind says what the kind is."""
     if kind == "exact":
         return f"{words}, {label}" if label else words
-    if kind == "gate":
+    if kind == "code":
         return label if "gate" in label else f"{label} gate"
     if kind == "static":
         return f"static blend, w = {label}" if first else label

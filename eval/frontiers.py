@@ -10,11 +10,11 @@ from pathlib import Path
 from ..data.scores import SCORES
 from ..verifier.relax import parse
 from .charts import Line, Point, lines, scatter, symbol
-from .facts import Run
 from .figure import KINDS, describe
 from .markup import Markup, tag
+from .results import static_place
+from .run_data import Run
 from .sections import Row, interval, number, section, settings_words, wide
-from .statement import static_place
 
 LIKELIHOOD = SCORES["target_logprob"].metric
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
@@ -22,7 +22,7 @@ LEGEND = {
     "exact": "exact decoding",
     "static": "static blend, labelled with the draft's share w",
     "learned": "learned gate, labelled with its bias",
-    "gate": "gate given as code",
+    "code": "gate given as code",
     "other": "other rules",
 }
 
@@ -115,7 +115,7 @@ def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]
             f"{interval(*y[1:], 3)}, {SPEED_NAMES[speed]} {number(x[0], 3)}{interval(*x[1:], 3)}"
         )
         point = Point(
-            x, y, kind, shape, name if shape == 0 or kind in ("learned", "gate") else "", title
+            x, y, kind, shape, name if shape == 0 or kind in ("learned", "code") else "", title
         )
         points.append(point)
         if (place := static_place(row["relaxation"])) is not None:
@@ -199,7 +199,7 @@ def _main(rows: list[Row]) -> list[Row]:
         chosen += [
             row
             for row in mine
-            if row in outer or describe(row["relaxation"])[0] in ("exact", "learned", "gate")
+            if row in outer or describe(row["relaxation"])[0] in ("exact", "learned", "code")
         ]
     return chosen
 

@@ -12,12 +12,12 @@ import hashlib
 from importlib.resources import files as packaged
 from typing import Any
 
-from .facts import Run
+from .comparison import Statement
 from .frontiers import batches, depths, frontiers
 from .markup import Markup, tag
 from .provenance import operating_point, provenance
+from .run_data import Run
 from .sections import all_cells, number, section, settings_words, signed, single_tokens
-from .statement import Statement
 
 CONTENTS = {
     "measured": "What was measured",

@@ -8,8 +8,8 @@ import json
 import shlex
 from typing import Any
 
-from .facts import Run, files
 from .markup import Markup, tag
+from .run_data import Run, files
 from .sections import section, wide
 
 

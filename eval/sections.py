@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .facts import Run
 from .markup import Markup, tag
+from .run_data import Run
 
 Row = dict[str, Any]
 COLUMNS = {  # key of a row: head, digits

@@ -35,8 +35,8 @@ from ..runtime.engine import Engine
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse
-from .report import RESULTS
-from .speed import SETTINGS, PositionSums, read_results, score_positions
+from .results import RESULTS, SETTINGS, read_results
+from .scoring import PositionSums, score_positions
 
 
 class Cell(NamedTuple):

@@ -12,31 +12,31 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.tasks import DataOptions, Task, load_task
 from ..files import read_settings, sha256, write_whole
-from ..runtime.batch import padded
 from ..runtime.model import Pair, load_pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation, parse
-from .facts import RESULTS, TOKENS, Run, best_point, head_checksum
-from .speed import CHUNK_BYTES, POINT, passes, rows
+from .results import POINT, RESULTS, point_of
+from .run_data import Run, best_point, head_checksum
+from .scoring import scored_rows, total_variation
 
-SHOWN, WRONG, AT_ONCE = 3, 2, 16  # AT_ONCE: texts a pass
-BEFORE = 8  # tokens that are decoded with one, because how it reads hangs on its neighbours
+TOKENS = "tokens.json"
+SHOWN, WRONG = 3, 2  # texts
+AT_ONCE = 16  # texts a pass
+BEFORE = 8  # tokens that are decoded with one, because how it reads depends on its neighbours
 CLASSES = ("digits", "words", "punctuation", "white space", "end of text")
 FIELDS = ("piece", "target", "draft", "weight", "best", "best_target", "distance", "cost")
 
 
 def token_numbers(run: Run, texts: int, trust_remote_code: bool = False) -> dict[str, Any] | str:
-    """What TOKENS holds, computed where it does not yet; or the sentence that says why it cannot
-    be.
-    """
+    """What TOKENS holds, computed if it is not there; or the sentence that says why it cannot be."""
     if not texts:
         return "The numbers of single tokens were not asked for (--texts 0)."
     row = best_point(run)
@@ -59,51 +59,22 @@ def token_numbers(run: Run, texts: int, trust_remote_code: bool = False) -> dict
 def _measured(
     run: Run, point: dict[str, Any], texts: int, trust_remote_code: bool
 ) -> dict[str, Any]:
-    from ..data.tasks import DataOptions, load_task
-
-    settings = run.settings
-    dtype = str(settings["dtype"]).removeprefix("torch.")
-    pair = load_pair(
-        settings["target"]["name"],
-        settings["draft"]["name"],
-        dtype,
-        settings["device"],
-        trust_remote_code,
-    )
-    for role in ("target", "draft"):
-        if (found := getattr(pair, role).hash) != settings[role]["hash"]:
-            raise ValueError(f"the {role} {settings[role]['name']} is another model now ({found})")
-    data = DataOptions(**settings["data"])
-    task = load_task(
-        settings["task"],
-        split=settings["split"],
-        limit=settings["prompts"],
-        seed=settings["seed"],
-        data=data,
-    )
-    mine = [record for record in run.records if all(record[name] == point[name] for name in POINT)]
+    pair, task = _loaded(run, trust_remote_code)
+    mine = [record for record in run.records if point_of(record) == point_of(point)]
     shown = _shown(mine, run.records, point)
-    chosen = {id(record): record for record in (*mine[:texts], *shown)}
+    counted = mine[:texts]
+    chosen = list({id(record): record for record in (*counted, *shown)}.values())
     rule = _rule(run, point["relaxation"])
-    sampling = replace(Sampling(**settings["sampling"]), temperature=point["temperature"])
-    encode = {
-        record["prompt"]: task.encode(
-            task.examples[record["prompt"]], pair.tokenizer, settings["max_prompt_tokens"]
-        )
-        for record in chosen.values()
-    }
-    numbers = {}
-    everyone = list(chosen.values())
-    for start in range(0, len(everyone), AT_ONCE):
-        part = everyone[start : start + AT_ONCE]
-        found = numbers_of(
-            pair, [encode[r["prompt"]] for r in part], [r["tokens"] for r in part], rule, sampling
-        )
-        numbers |= dict(zip(map(id, part), found, strict=True))
-    described = {
-        place: _described(pair, record["tokens"], numbers[place])
-        for place, record in chosen.items()
-    }
+    sampling = replace(Sampling(**run.settings["sampling"]), temperature=point["temperature"])
+    longest = run.settings["max_prompt_tokens"]
+    described: dict[int, list[tuple[str, list]]] = {}
+    for start in range(0, len(chosen), AT_ONCE):
+        part = chosen[start : start + AT_ONCE]
+        examples = [task.examples[record["prompt"]] for record in part]
+        prompts = [task.encode(example, pair.tokenizer, longest) for example in examples]
+        found = numbers_of(pair, prompts, [record["tokens"] for record in part], rule, sampling)
+        for record, numbers in zip(part, found, strict=True):
+            described[id(record)] = _described(pair, record["tokens"], numbers)
     return {
         "fields": FIELDS,
         "shown": [
@@ -115,9 +86,28 @@ def _measured(
             }
             for record in shown
         ],
-        "classes": _by_class([token for record in mine[:texts] for token in described[id(record)]]),
-        "counted": len(mine[:texts]),
+        "classes": _by_class([token for record in counted for token in described[id(record)]]),
+        "counted": len(counted),
     }
+
+
+def _loaded(run: Run, trust_remote_code: bool) -> tuple[Pair, Task]:
+    """The models and the task of a run; ValueError if a model is another one now."""
+    settings = run.settings
+    names = [settings[role]["name"] for role in ("target", "draft")]
+    dtype = str(settings["dtype"]).removeprefix("torch.")
+    pair = load_pair(*names, dtype, settings["device"], trust_remote_code)
+    for role in ("target", "draft"):
+        if (found := getattr(pair, role).hash) != settings[role]["hash"]:
+            raise ValueError(f"the {role} {settings[role]['name']} is another model now ({found})")
+    task = load_task(
+        settings["task"],
+        split=settings["split"],
+        limit=settings["prompts"],
+        seed=settings["seed"],
+        data=DataOptions(**settings["data"]),
+    )
+    return pair, task
 
 
 def numbers_of(
@@ -129,56 +119,30 @@ def numbers_of(
 ) -> list[Tensor]:
     """For every text [T, 7] float64: p and q of its token, the draft's share there, the target's
     most likely token and its p, TV(p, q), and TV(p, v), what the share costs."""
+    parts, scored = [], []
     relaxer = load_relaxer(rule, pair, sampling)
-    texts = [
-        [*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    first = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    tokens, count = padded(texts)
-    parts, spent = [], torch.zeros(len(texts), dtype=torch.float64)
-    skip = int(first.min())
-    for start, draft, target in passes(
-        pair, tokens[:, :-1], skip, relaxer.needs_hidden, CHUNK_BYTES
-    ):
-        position = start + torch.arange(draft.logits.shape[1])
-        scored = (position >= first[:, None]) & (position < (count - 1)[:, None])
-        following = tokens[:, start + 1 : start + 1 + len(position)]
-        p, q, v, weight = rows(draft, target, scored, following, relaxer, sampling, spent)
-        taken = following.to(p.device).unsqueeze(-1)
-        best, likely = p.max(-1)
-        values = [p.gather(-1, taken)[..., 0], q.gather(-1, taken)[..., 0], weight, likely, best]
-        values += [0.5 * (p - q).abs().sum(-1), 0.5 * (p - v).abs().sum(-1)]
+    for rows in scored_rows(pair, prompts, completions, relaxer, sampling):
+        best, likely = rows.target.max(-1)
+        drafted = rows.draft.gather(-1, rows.tokens.unsqueeze(-1)).squeeze(-1)
+        distance = total_variation(rows.target, rows.draft)
+        values = (rows.likelihood, drafted, rows.weight, likely, best, distance, rows.bias)
         parts.append(torch.stack([value.double() for value in values], -1).cpu())
-        spent += torch.where(scored, parts[-1][..., 6], 0).sum(-1)
-    table = torch.cat(parts, 1)
-    return [table[i, first[i] - skip : count[i] - 1 - skip] for i in range(len(texts))]
+        scored.append(rows.scored.cpu())
+    inside = torch.cat(scored, 1)
+    return [text[kept] for text, kept in zip(torch.cat(parts, 1), inside, strict=True)]
 
 
 def _described(pair: Pair, tokens: list[int], numbers: Tensor) -> list[tuple[str, list]]:
     """(class, values of FIELDS) of every token of a text."""
     found = []
-    for index, (token, (p, q, weight, likely, best, distance, cost)) in enumerate(
-        zip(tokens, numbers.tolist(), strict=True)
-    ):
+    for index, (token, row) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
         before = tokens[max(0, index - BEFORE) : index]
-        piece, other = (_piece(pair.tokenizer, before, one) for one in (token, int(likely)))
+        piece = _piece(pair.tokenizer, before, token)
         kind = "end of text" if token in pair.eos else _class(piece)
-        values = [
-            piece,
-            p,
-            q,
-            weight,
-            None if int(likely) == token else other,
-            best,
-            distance,
-            cost,
-        ]
-        found.append(
-            (
-                kind,
-                [float(f"{value:.4g}") if isinstance(value, float) else value for value in values],
-            )
-        )
+        likely = int(row.pop(3))
+        p, q, weight, best, distance, cost = (float(f"{value:.4g}") for value in row)
+        other = None if likely == token else _piece(pair.tokenizer, before, likely)
+        found.append((kind, [piece, p, q, weight, other, best, distance, cost]))
     return found
 
 
@@ -199,24 +163,27 @@ def _class(piece: str) -> str:
 
 
 def _by_class(tokens: list[tuple[str, list]]) -> list[dict[str, Any]]:
-    """For every class: how many tokens, and the means of weight, TV(p, q) and cost; `other`: not
-    the target's first.
+    """For every class: how many tokens, the means of weight and TV(p, q), the sum of cost, and how
+    many are not the target's most likely.
     """
     found = []
     for kind in CLASSES:
         members = [dict(zip(FIELDS, values, strict=True)) for one, values in tokens if one == kind]
-        if members:
-            means = {
-                name: sum(token[name] for token in members) / len(members)
-                for name in ("weight", "distance")
+        if not members:
+            continue
+        total = {
+            name: sum(token[name] for token in members) for name in ("weight", "distance", "cost")
+        }
+        found.append(
+            {
+                "class": kind,
+                "tokens": len(members),
+                "weight": total["weight"] / len(members),
+                "distance": total["distance"] / len(members),
+                "cost": total["cost"],
+                "other": sum(token["best"] is not None for token in members),
             }
-            cost, other = (
-                sum(token["cost"] for token in members),
-                sum(token["best"] is not None for token in members),
-            )
-            found.append(
-                {"class": kind, "tokens": len(members), **means, "cost": cost, "other": other}
-            )
+        )
     return found
 
 
@@ -226,7 +193,7 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
     """
     exact: dict[int, list[float]] = {}
     for record in records:
-        if all(record[name] == (point | {"relaxation": "none"})[name] for name in POINT):
+        if point_of(record) == point_of(point | {"relaxation": "none"}):
             exact.setdefault(record["prompt"], []).append(record["score"])
     mean = {prompt: sum(scores) / len(scores) for prompt, scores in exact.items()}
     worse = [
@@ -238,14 +205,12 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
 
 
 def _rule(run: Run, relaxation: str) -> Relaxation:
-    """The relaxation, with the very head that was measured: out of the run folder where that holds
-    it.
-    """
-    source, *options = relaxation.split(";")
-    place = run.folders.get(source, Path(source))
-    wanted = run.settings["heads"].get(source)
+    """The relaxation, with the very head that was measured: out of the run folder if that holds it."""
+    rule = parse(relaxation)
+    place = run.folders.get(rule.source, rule.folder)
+    wanted = run.settings["heads"].get(rule.source)
     if wanted and head_checksum(place) != wanted:
         raise ValueError(
-            f"the bundle {source} is not there any more with the head that was measured"
+            f"the bundle {rule.source} is not there any more with the head that was measured"
         )
-    return parse(";".join([str(place), *options]))
+    return replace(rule, source=str(place))

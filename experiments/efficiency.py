@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 from itertools import product
 
-import numpy as np
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
 from diversed.data.tasks import DataOptions
-from diversed.eval.quality import resampled
+from diversed.eval.intervals import ratio_of_sums
 from diversed.runtime.drafting import topology
 from diversed.runtime.engine import decode
 from diversed.runtime.sampling import Sampling
@@ -115,18 +114,6 @@ def run(
         row = {"case": case, "unit": "tokens/call", "vs": _rivals(found, where, method, count)}
         rows.append(row | dict(zip(("value", "low", "high"), per_call, strict=True)))
     return rows
-
-
-def ratio_of_sums(
-    tokens: list[int], calls: list[int], resamples: int = 10_000
-) -> tuple[float, float, float]:
-    """(sum of tokens / sum of calls, low, high), the interval over prompts."""
-    ratios = [
-        (drawn @ np.array(tokens)) / (drawn @ np.array(calls))
-        for drawn in resampled(len(tokens), resamples)
-    ]
-    low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
-    return sum(tokens) / sum(calls), float(low), float(high)
 
 
 def _rivals(found: dict, where: tuple, method: str, count: int) -> dict[str, float]:

@@ -29,6 +29,7 @@ from diversed.benchmarks.bench_latency import clock_of
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
 from diversed.data.tasks import DataOptions
+from diversed.eval.intervals import ratio_of_sums
 from diversed.runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
 from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine
@@ -36,7 +37,6 @@ from diversed.runtime.sampling import Sampling
 from diversed.selector.latency import Latencies, read_latencies, simulated
 from diversed.selector.training import GPU, Contexts, SelectorModule, contexts, settled
 from diversed.verifier.methods import METHODS
-from efficiency import ratio_of_sums
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor

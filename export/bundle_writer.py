@@ -74,7 +74,7 @@ def write_bundle(
 
 
 def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Write measured figures, rows of `eval.speed.summarise`, into a bundle's card and README."""
+    """Write measured figures, rows of `eval.summary.summarise`, into a bundle's card and README."""
     bundle = load_bundle(folder)
     _write_card(bundle.folder, with_frontier(bundle.card, rows))
 

@@ -80,7 +80,7 @@ def make_card(
 
 
 def with_frontier(card: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The card with measured figures; rows are those of `eval.speed.summarise`."""
+    """The card with measured figures; rows are those of `eval.summary.summarise`."""
     return card | {"frontier": [{name: row[name] for name in MEASURED} for row in rows]}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diversed.commands.decode import _models
 from diversed.commands.export import export
-from diversed.eval.speed import summarise
+from diversed.eval.summary import summarise
 from diversed.export.bundle_writer import add_frontier
 from diversed.runtime.bundle import load_bundle
 from diversed.runtime.sampling import Sampling

@@ -12,8 +12,10 @@ import pytest
 import torch
 from diversed.commands.eval import evaluate
 from diversed.eval.figure import describe, frontier
-from diversed.eval.report import empty_texts
-from diversed.eval.speed import read_results, score_positions, summarise
+from diversed.eval.results import read_results
+from diversed.eval.results_table import empty_texts
+from diversed.eval.scoring import score_positions
+from diversed.eval.summary import summarise
 from diversed.eval.sweep import cell_of
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
@@ -47,7 +49,7 @@ def models(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures cost more than the runs they show; those of the fixtures that many tests share are drawn."""
-    monkeypatch.setattr("diversed.eval.report.frontier", lambda rows, out: out)
+    monkeypatch.setattr("diversed.eval.results_table.frontier", lambda rows, out: out)
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +390,7 @@ def test_results_that_are_no_results_are_refused_with_their_line(tmp_path):
         ("ensemble:0.30", ("static", "0.3")),
         ("runs/quickstart/bundle", ("learned", "")),
         ("runs/quickstart/bundle;bias=-1", ("learned", "bias \N{MINUS SIGN}1")),
-        ("diversed.assets.sums:oracle", ("gate", "oracle")),
+        ("diversed.assets.sums:oracle", ("code", "oracle")),
         ("cascade-opt:0.2", ("other", "cascade-opt 0.2")),
         ("typical:0.09,0.3", ("other", "typical 0.09,0.3")),
     ],
@@ -441,7 +443,7 @@ def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
 def test_points_with_one_seed_beside_points_with_two_are_said_to_be_so():
     from io import StringIO
 
-    from diversed.eval.report import print_table
+    from diversed.eval.results_table import print_table
     from rich.console import Console
 
     cells = [("none", 0), ("none", 1), ("ensemble:0.1", 0)]

@@ -16,7 +16,7 @@ from diversed.commands.export import _read_training, export
 from diversed.data.requests import read_lines
 from diversed.data.sources import read_rows
 from diversed.data.traces import MANIFEST, read_manifest, read_shards
-from diversed.eval.speed import read_results
+from diversed.eval.results import read_results
 from diversed.files import read_settings, sha256
 from diversed.runtime.bundle import load_bundle
 from diversed.runtime.choosers import make_selector, parse_shape

@@ -12,12 +12,13 @@ import torch
 from diversed import cli
 from diversed.commands.report import write_page
 from diversed.eval.charts import HEIGHT, WIDTH, Line, Point, Scale, lines, scatter
-from diversed.eval.facts import COMMANDS, TOKENS, read_runs, remember
+from diversed.eval.intervals import bootstrap
 from diversed.eval.markup import Markup, tag
 from diversed.eval.page import page
-from diversed.eval.quality import bootstrap
-from diversed.eval.speed import read_results, score_positions
-from diversed.eval.tokens import FIELDS, numbers_of
+from diversed.eval.results import read_results
+from diversed.eval.run_data import COMMANDS, best_point, read_runs, remember
+from diversed.eval.scoring import score_positions
+from diversed.eval.tokens import FIELDS, TOKENS, numbers_of
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
@@ -176,8 +177,6 @@ def test_intervals_of_a_speed_are_the_bootstrap_of_its_mean_where_every_text_has
 
 
 def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path):
-    from diversed.eval.facts import best_point
-
     folder = made(tmp_path / "run", "somewhere/bundle")
     run = read_runs([folder])[0]
     assert best_point(run)["relaxation"] == "somewhere/bundle"
@@ -319,7 +318,7 @@ def pair():
 
 @pytest.mark.parametrize("relaxation", ["ensemble:0.3", "ensemble:0.6;budget=2", "diversed.assets.sums:oracle"])
 def test_numbers_of_single_tokens_add_up_to_those_of_the_text(pair, relaxation):
-    """Weight, cost and log-likelihood of `eval.speed.score_positions`, which is tested against plain forward passes."""
+    """Weight, cost and log-likelihood of `eval.scoring.score_positions`, which is tested against plain forward passes."""
     prompts, texts = [[5, 9, 30], [7, 41], [12]], [[20, 21, 22, 23], [300, 2], [50, 60, 70, 80, 90, 100]]
     rule, sampling = parse(relaxation), Sampling(temperature=0.8)
     found = numbers_of(pair, prompts, texts, rule, sampling)

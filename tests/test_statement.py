@@ -4,7 +4,7 @@ import math
 
 import numpy
 import pytest
-from diversed.eval.statement import (
+from diversed.eval.comparison import (
     LEAST,
     compared_with,
     every_statement,

@@ -14,7 +14,7 @@ from diversed.data.prompts import Example
 from diversed.data.sources import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
 from diversed.data.traces import read_manifest, read_shards
-from diversed.eval.speed import summarise
+from diversed.eval.summary import summarise
 from diversed.runtime.completion import cut
 from hypothesis import given
 from hypothesis import strategies as st

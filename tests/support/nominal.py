@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-from diversed.eval.quality import paired_bootstrap
-from diversed.eval.speed import POINT
-from diversed.eval.statement import (
+from diversed.eval.comparison import (
     COLUMNS,
     LEVEL,
     SPEEDS,
     differences,
     is_better,
-    static_place,
     table,
 )
+from diversed.eval.intervals import paired_bootstrap
+from diversed.eval.results import POINT, static_place
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,16 @@ from typing import Any
 import numpy
 
 from ..data.scores import SCORES
-from ..files import read_settings, sha256, write_whole
-from .quality import resampled
-from .speed import POINT, SETTINGS, read_results, summarise
-from .statement import SPEEDS, Statement, every_statement
+from ..files import machine, read_settings, sha256, versions, write_whole
+from ..runtime.bundle import read_card
+from ..verifier.relax import parse
+from .comparison import SPEEDS, Statement, every_statement
+from .intervals import percentiles, ratio, resample
+from .results import RESULTS, SETTINGS, point_of, read_results
+from .summary import summarise
 
-RESULTS, COMMANDS, TOKENS = "results.jsonl", "commands.json", "tokens.json"
+COMMANDS = "commands.json"
+LIKELIHOOD = SCORES["target_logprob"].metric
 NEEDED = {
     "target": dict,
     "draft": dict,
@@ -30,8 +34,6 @@ NEEDED = {
     "split": str,
     "prompts": int,
     "seed": int,
-}
-NEEDED |= {
     "sampling": dict,
     "max_prompt_tokens": int,
     "batch": int,
@@ -40,12 +42,8 @@ NEEDED |= {
     "threads": int,
 }
 LISTED = ("*.json", "*.jsonl", "*.png", "bundle*/*", "train/train.json", "train/head.safetensors")
-LISTED += (
-    "traces/manifest.json",
-    "round-*/t*/train.json",
-    "round-*/t*/head.safetensors",
-    "round-*/t*/manifest.json",
-)
+LISTED += ("traces/manifest.json", "round-*/t*/train.json", "round-*/t*/head.safetensors")
+LISTED += ("round-*/t*/manifest.json",)
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,6 @@ def read_runs(folders: Sequence[str | Path], quality: str = "score") -> list[Run
 
 def remember(folder: Path) -> None:
     """Add the command that runs now, with machine and versions, to COMMANDS, unless it is there."""
-    from ..files import machine, versions
-
     program = Path(sys.argv[0]).name
     words = ["diversed" if program == "__main__.py" else program, *sys.argv[1:]]
     entry = {"command": shlex.join(words), "machine": machine(), "versions": versions()}
@@ -100,8 +96,6 @@ def remember(folder: Path) -> None:
 
 
 def _read(folder: Path, name: str, quality: str) -> Run:
-    from ..runtime.bundle import read_card
-
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder; name one that `diversed eval` or `diversed run` wrote"
@@ -112,29 +106,12 @@ def _read(folder: Path, name: str, quality: str) -> Run:
             f"{folder / RESULTS} holds no result yet; run `diversed eval` to its end first"
         )
     if quality == "likelihood":
-        metric = SCORES["target_logprob"].metric
-        records = [
-            record
-            | {
-                "score": record["target_logprob"] / max(1, record["positions"]),
-                "metric": metric,
-            }
-            for record in records
-        ]
-    if not (folder / SETTINGS).is_file():
-        raise FileNotFoundError(f"{folder / SETTINGS} does not exist; `diversed eval` writes it")
-    settings = read_settings(folder / SETTINGS, "folder")
-    if bad := [key for key, kind in NEEDED.items() if not isinstance(settings.get(key), kind)]:
-        raise ValueError(
-            f"{folder / SETTINGS} lacks {', '.join(bad)}; run `diversed eval` again, to another"
-            " folder"
-        )
-    rows = summarise(records)
-    rows = [
-        row | {"run": name} | ends
-        for row, ends in zip(rows, _intervals(rows, records), strict=True)
-    ]
-    heads = settings.get("heads") if isinstance(settings.get("heads"), dict) else {}
+        records = list(map(_by_likelihood, records))
+    settings = _settings(folder / SETTINGS)
+    intervals = _speed_intervals(records)
+    rows = [row | {"run": name} | intervals[point_of(row)] for row in summarise(records)]
+    heads = settings.get("heads")
+    heads = heads if isinstance(heads, dict) else {}
     places = {source: folder / Path(source).name for source in heads}
     held = {
         source: place for source, place in places.items() if head_checksum(place) == heads[source]
@@ -154,35 +131,45 @@ def _read(folder: Path, name: str, quality: str) -> Run:
     )
 
 
-def _intervals(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Ends of the 95 % intervals of both speeds of every row, prompts resampled with their seeds."""
-    sums: dict[tuple, dict[int, numpy.ndarray]] = {
-        tuple(row[name] for name in POINT): {} for row in rows
-    }
+def _by_likelihood(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose score is the target's mean log-probability of a token."""
+    score = record["target_logprob"] / max(1, record["positions"])
+    return record | {"score": score, "metric": LIKELIHOOD}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; `diversed eval` writes it")
+    settings = read_settings(path, "folder")
+    if bad := [key for key, kind in NEEDED.items() if not isinstance(settings.get(key), kind)]:
+        raise ValueError(
+            f"{path} lacks {', '.join(bad)}; run `diversed eval` again, to another folder"
+        )
+    return settings
+
+
+def _speed_intervals(records: list[dict[str, Any]]) -> dict[tuple, dict[str, float]]:
+    """point -> the ends of the 95 % intervals of both speeds, prompts resampled with their seeds."""
+    sums: dict[tuple, dict[int, numpy.ndarray]] = {}
     for record in records:
-        mine = sums[tuple(record[name] for name in POINT)]
-        values = (
-            len(record["tokens"]),
-            *(record[name] for name in ("target_calls", "acceptance", "positions")),
-        )
-        mine[record["prompt"]] = mine.get(record["prompt"], 0) + numpy.array(
-            values, dtype=numpy.float64
-        )
-    tables = [numpy.array(list(mine.values())) for mine in sums.values()]
-    ends: list[dict[str, float]] = [{} for _ in rows]
-    for count in {len(table) for table in tables}:
-        members = [index for index, table in enumerate(tables) if len(table) == count]
-        beside = numpy.concatenate([tables[index] for index in members], 1)
-        drawn = numpy.concatenate([weights @ beside for weights in resampled(count)]).reshape(
-            -1, len(members), 2, 2
-        )
-        with numpy.errstate(invalid="ignore", divide="ignore"):
-            low, high = numpy.percentile(drawn[..., 0] / drawn[..., 1], [2.5, 97.5], axis=0)
-        for number, index in enumerate(members):
-            for column, name in enumerate(("tokens_per_call", "step_acceptance")):
-                bounds = float(low[number, column]), float(high[number, column])
-                ends[index] |= dict(zip((f"{name}_low", f"{name}_high"), bounds, strict=True))
-    return ends
+        values = [[len(record["tokens"]), record["target_calls"]]]
+        values += [[record["acceptance"], record["positions"]]]
+        mine = sums.setdefault(point_of(record), {})
+        mine[record["prompt"]] = mine.get(record["prompt"], 0) + numpy.array(values, float)
+    found: dict[tuple, dict[str, float]] = {}
+    for count in set(map(len, sums.values())):  # these share their resamples
+        points = [point for point, prompts in sums.items() if len(prompts) == count]
+        columns = numpy.stack([list(sums[point].values()) for point in points], 1)
+        drawn = resample(columns.reshape(count, -1), lambda total: total)
+        low, high = percentiles(ratio(drawn.reshape(-1, *columns.shape[1:])))
+        for index, point in enumerate(points):
+            found[point] = {
+                "tokens_per_call_low": float(low[index, 0]),
+                "tokens_per_call_high": float(high[index, 0]),
+                "step_acceptance_low": float(low[index, 1]),
+                "step_acceptance_high": float(high[index, 1]),
+            }
+    return found
 
 
 def best_point(run: Run) -> dict[str, Any] | None:
@@ -192,24 +179,16 @@ def best_point(run: Run) -> dict[str, Any] | None:
     The operating point of a calibrated bundle comes first; without any statement the first learned
     point.
     """
-    from .figure import describe
-
     learned = [
         row
         for row in run.rows
-        if describe(row["relaxation"])[0] == "learned" and row["method"] != "plain"
+        if parse(row["relaxation"]).kind == "learned" and row["method"] != "plain"
     ]
     calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
-    gains = {_point(one): one.low for one in run.statements if one.speed == next(iter(SPEEDS))}
-    ranked = sorted(
-        calibrated or learned,
-        key=lambda row: -gains.get(tuple(row[name] for name in POINT), -numpy.inf),
-    )
+    speed = next(iter(SPEEDS))
+    gains = {point_of(vars(one)): one.low for one in run.statements if one.speed == speed}
+    ranked = sorted(calibrated or learned, key=lambda row: -gains.get(point_of(row), -numpy.inf))
     return ranked[0] if ranked else None
-
-
-def _point(statement: Statement) -> tuple:
-    return tuple(getattr(statement, name) for name in POINT)
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -20,7 +20,7 @@ Below the lowest static quality there is nothing to compare with, and a point th
 better by its losses: where more than 2.5 % of resamples lie there the verdict is not `better`. See
 tests/support/nominal.py for how often the rest errs.
 
-Two speeds, never mixed: tokens per target call, and step acceptance (see speed.py).
+Two speeds, never mixed: tokens per target call, and step acceptance (see scoring.py).
 
 Where a gate given as code was measured beside it, such as the oracle of `sums`, which knows which
 tokens are wording, its speed is compared with the same static speed: what a learned point of this
@@ -38,18 +38,19 @@ from typing import Any
 import numpy
 
 from ..verifier.relax import parse
-from .figure import describe
-from .quality import RESAMPLES, resampled
+from .intervals import RESAMPLES, percentiles, resample
+from .results import point_of, static_place
 
 SPEEDS = {
     "tokens per target call": ("tokens", "target_calls"),
     "step acceptance": ("acceptance", "positions"),
 }
-LEVEL, POWER = (
-    0.05,
-    0.8,
-)  # of a two-sided test, and of the trials that should find a true difference
-LEAST = 5e-4  # of either speed: a smaller difference is none in three digits, as of a gate that is all but closed
+COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
+LEVEL = 0.05  # of a two-sided test
+POWER = 0.8  # share of trials that should find a true difference
+# Of either speed. A smaller difference would print as 0.000 (a gate that is almost closed produces
+# such), so it is treated as none.
+LEAST = 5e-4
 
 
 @dataclass(frozen=True)
@@ -130,33 +131,28 @@ def every_statement(
     chosen: relaxations that were chosen on other prompts: they are corrected for their own number
         only.
     """
-    points = list(dict.fromkeys(map(_point, records)))
+    points = list(dict.fromkeys(map(point_of, records)))
     found = []
-    for method, relaxation, temperature, length in points:
-        beside = [other for other in points if _group(other) == (method, temperature, length)]
-        if (
-            is_learned(relaxation)
-            and sum(static_place(other[1]) is not None for other in beside) > 1
-        ):
-            looked = learned_points(points, relaxation, chosen)
-            found += statements(
-                records, method, relaxation, temperature, length, looked, resamples, seed
-            )
+    for point in points:
+        if parse(point[1]).kind == "learned" and len(_statics_beside(points, point)) > 1:
+            looked = _looked_at(points, point[1], chosen)
+            found += statements(records, *point, looked, resamples, seed)
     return found
 
 
-def is_learned(relaxation: str) -> bool:
-    """Whether a relaxation is a trained gate: a bundle, not a gate given as code."""
-    return describe(relaxation)[0] == "learned"
+def _statics_beside(points: Sequence[tuple], point: tuple) -> list[tuple]:
+    """The static points that a point is compared with."""
+    return [
+        other
+        for other in points
+        if _group(other) == _group(point) and static_place(other[1]) is not None
+    ]
 
 
-def learned_points(points: Sequence[tuple], relaxation: str, chosen: Sequence[str]) -> int:
-    """How many learned points are looked at together with this one; points begin with (method,
-    relaxation).
-    """
-    return sum(
-        is_learned(other) and (other in chosen) == (relaxation in chosen) for _, other, *_ in points
-    )
+def _looked_at(points: Sequence[tuple], relaxation: str, chosen: Sequence[str]) -> int:
+    """How many learned points are looked at together with this one."""
+    learned = [name for _, name, *_ in points if parse(name).kind == "learned"]
+    return sum((name in chosen) == (relaxation in chosen) for name in learned)
 
 
 def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] = ()) -> str:
@@ -164,29 +160,20 @@ def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] =
     temperature, length).
     """
     points = list(dict.fromkeys(other[:4] for other in points))
-    beside = [other[1] for other in points if _group(other) == _group(point)]
+    statics = _statics_beside(points, point)
     if point[1] == "none":
         return "nothing, the others are compared with it"
-    words = ["none, paired by prompt"] if "none" in beside else ["nothing; add the relaxation none"]
-    statics = sum(static_place(other) is not None for other in beside)
-    if is_learned(point[1]) and statics > 1:
-        looked = learned_points(points, point[1], chosen)
-        words.append(
-            f"the line of {statics} static points"
-            + (f", one of {looked} learned points" * (looked > 1))
-        )
-    elif is_learned(point[1]):
-        words.append("no static line; add several ensemble:w")
+    exact = any(other[1] == "none" for other in statics)
+    words = ["none, paired by prompt" if exact else "nothing; add the relaxation none"]
+    if parse(point[1]).kind == "learned":
+        line = "no static line; add several ensemble:w"
+        if len(statics) > 1:
+            line = f"the line of {len(statics)} static points"
+            looked = _looked_at(points, point[1], chosen)
+            if looked > 1:
+                line += f", one of {looked} learned points"
+        words.append(line)
     return "; ".join(words)
-
-
-def _point(record: dict[str, Any]) -> tuple[str, str, float | None, int | None]:
-    return (
-        record["method"],
-        record["relaxation"],
-        record.get("temperature"),
-        record.get("draft_length"),
-    )
 
 
 def _group(point: tuple) -> tuple:
@@ -213,7 +200,7 @@ def statements(
     looked: learned points looked at on these prompts, whose number the verdict's interval is
         corrected for.
     """
-    groups = {_group(_point(record)) for record in records if record["method"] == method}
+    groups = {_group(point_of(record)) for record in records if record["method"] == method}
     asked = {1: temperature, 2: draft_length}
     groups = [
         group for group in groups if all(value in (None, group[i]) for i, value in asked.items())
@@ -225,7 +212,7 @@ def statements(
         )
     cells: dict[str, dict[int, list[dict]]] = {}
     for record in records:
-        if _group(_point(record)) in groups:
+        if _group(point_of(record)) in groups:
             cells.setdefault(record["relaxation"], {}).setdefault(record["prompt"], []).append(
                 record
             )
@@ -239,49 +226,31 @@ def statements(
             f"{method} has {len(statics)} static points; measure none and several ensemble:w"
             " beside it"
         )
-    names = [relaxation, *(name for _, name in statics)]
-    prompts = sorted(set.intersection(*(set(cells[name]) for name in names)))
+    names = [name for _, name in statics]
+    prompts = sorted(set.intersection(*(set(cells[name]) for name in (relaxation, *names))))
     if len(prompts) < 2:
         raise ValueError(
             f"{relaxation} and the static points share {len(prompts)} prompts; measure them on the"
             " same"
         )
-    gates = [
-        name for name in cells if describe(name)[0] == "gate" and cells[name].keys() >= set(prompts)
-    ]
-    tables, *beside = (
-        {
-            column: table([cells[name] for name in (first, *names[1:])], prompts, column)
-            for column in COLUMNS
-        }
-        for first in (relaxation, *gates)
-    )
+
+    def tables(first: str) -> dict[str, numpy.ndarray]:
+        points = [cells[name] for name in (first, *names)]
+        return {column: table(points, prompts, column) for column in COLUMNS}
+
+    gates = {
+        name: tables(name)
+        for name in cells
+        if parse(name).kind == "code" and cells[name].keys() >= set(prompts)
+    }
+    mine = tables(relaxation)
     point = (method, relaxation, *groups[0][1:])
-    found = [_compare(point, speed, tables, looked, resamples, seed) for speed in SPEEDS]
-    return [
-        replace(
-            one,
-            gates=tuple(
-                (name, *_gain(each, one)) for name, each in zip(gates, beside, strict=True)
-            ),
-        )
-        for one in found
-    ]
-
-
-COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
-
-
-def static_place(relaxation: str) -> float | None:
-    """Where a static point stands on the line: at its share of the draft, at minus that where it
-    blends logarithms.
-
-    0 for exact decoding, None for learned points, budgets and rules that are no blend.
-    """
-    rule = parse(relaxation)
-    if rule.budget is not None or rule.name not in ("none", "ensemble"):
-        return None
-    return rule.constant if rule.blend == "probabilities" else -rule.constant
+    found = []
+    for speed in SPEEDS:
+        one = _compare(point, speed, mine, looked, resamples, seed)
+        gains = tuple((name, *_gain(its, one)) for name, its in gates.items())
+        found.append(replace(one, gates=gains))
+    return found
 
 
 def table(
@@ -314,20 +283,15 @@ def _compare(
     quality, learned, static = _observed(tables, speed)
     drawn, below = differences(tables, speed, resamples, seed)
     difference = learned - static
-    tails = 100 * LEVEL / 2 / numpy.array([1, looked])
-    (low, corrected_low), (high, corrected_high) = (
-        map(float, numpy.percentile(drawn, ends)) for ends in (tails, 100 - tails)
-    )
-    reached = below <= LEVEL / 2
-    verdict = (
-        "better"
-        if is_better(corrected_low, below)
-        else "worse"
-        if corrected_high < -LEAST
-        else "not shown"
-    )
+    low, high = map(float, percentiles(drawn, LEVEL))
+    corrected_low, corrected_high = map(float, percentiles(drawn, LEVEL / looked))
+    verdict = "not shown"
+    if is_better(corrected_low, below):
+        verdict = "better"
+    elif corrected_high < -LEAST:
+        verdict = "worse"
     needed = None
-    if verdict == "not shown" and reached and abs(difference) > LEAST:
+    if verdict == "not shown" and below <= LEVEL / 2 and abs(difference) > LEAST:
         # From the side of the interval that reaches LEAST, which shrinks with the root of the
         # number of prompts. The spread of all resamples would ask for fewer prompts than there
         # were, where the interval is lopsided.
@@ -368,7 +332,9 @@ def _observed(tables: dict[str, numpy.ndarray], speed: str) -> tuple[float, floa
     """Quality and speed of the first point, and the speed of static blending at that quality, on
     all prompts.
     """
-    quality, speeds = _points(tables, speed, numpy.ones((1, tables["score"].shape[1])))
+    part, whole = SPEEDS[speed]
+    quality = tables["score"].mean(1)[None]
+    speeds = (tables[part].sum(1) / tables[whole].sum(1))[None]
     static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
     return float(quality[0, 0]), float(speeds[0, 0]), float(static[0])
 
@@ -382,22 +348,20 @@ def differences(
     tables: one [points, prompts] a column, the learned point first, then the static ones in their
         order.
     """
-    drawn, below = [], 0
-    for weights in resampled(tables["score"].shape[1], resamples, seed):
-        qualities, speeds = _points(tables, speed, weights)
-        drawn.append(speeds[:, 0] - static_speed(qualities[:, 0], qualities[:, 1:], speeds[:, 1:]))
-        below += int((qualities[:, 0] < qualities[:, 1:].min(1)).sum())
-    return numpy.concatenate(drawn), below / resamples
+    prompts = tables["score"].shape[1]
+    names = ("score", *SPEEDS[speed])
 
+    def compare(sums: numpy.ndarray) -> numpy.ndarray:
+        score, part, whole = numpy.split(sums, 3, axis=1)
+        quality, speeds = score / prompts, part / whole
+        static = static_speed(quality[:, 0], quality[:, 1:], speeds[:, 1:])
+        below = quality[:, 0] < quality[:, 1:].min(1)
+        return numpy.stack([speeds[:, 0] - static, below], 1)
 
-def _points(
-    tables: dict[str, numpy.ndarray], speed: str, weights: numpy.ndarray
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(qualities, speeds), each [resamples, points]; weights [resamples, prompts], how often each
-    prompt was drawn.
-    """
-    score, part, whole = (weights @ tables[column].T for column in ("score", *SPEEDS[speed]))
-    return score / weights.sum(1, keepdims=True), part / whole
+    drawn = resample(
+        numpy.concatenate([tables[name] for name in names]).T, compare, resamples, seed
+    )
+    return drawn[:, 0], float(drawn[:, 1].mean())
 
 
 def static_speed(

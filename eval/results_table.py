@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import read_settings
-from .facts import RESULTS, remember
 from .figure import frontier
-from .speed import SETTINGS, read_results, summarise
+from .results import RESULTS, SETTINGS, read_results
+from .run_data import remember
+from .summary import summarise
 
 FIGURE = "frontier.png"
 

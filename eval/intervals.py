@@ -1,5 +1,4 @@
-"""Quality of a method's texts: corpus BLEU, means with 95 % intervals, paired differences. One
-text: `data.scores`.
+"""Intervals over prompts, and two tests of paired texts.
 
 Intervals are percentile bootstraps over prompts: the texts of one prompt (its seeds) are drawn
 together, since they share its difficulty. Two methods on the same prompts are compared by the
@@ -9,50 +8,46 @@ Beside it stand two tests: `mcnemar` of 0/1 scores, and `same_texts`, which need
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy
 
-from ..data.scores import SCORES, exact, exact_number, final_number, rouge
-
-__all__ = [
-    "SCORES",
-    "bootstrap",
-    "corpus_bleu",
-    "exact",
-    "exact_number",
-    "final_number",
-    "mcnemar",
-    "paired_bootstrap",
-    "resampled",
-    "rouge",
-    "same_texts",
-]
 RESAMPLES = 10_000
 CHUNK = 1 << 22  # drawn indices at a time: 32 MB
 FIRST = 32  # tokens of a text that `same_texts` looks at
 BUCKETS = 1024  # that the counts of tokens and pairs of tokens are hashed into
-SWAPS, SWAPS_AT_ONCE = (
-    2000,
-    200,
-)  # random exchanges of a prompt's texts; a p-value has steps of 1 / 2001
+SWAPS = 2000  # random exchanges of a prompt's texts; a p-value has steps of 1 / 2001
+SWAPS_AT_ONCE = 200
 
 
-def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """(sacreBLEU of the corpus in points, 0 to 100, and its signature, which belongs beside the
-    number).
+def resample(
+    columns: numpy.ndarray,
+    statistic: Callable[[numpy.ndarray], numpy.ndarray],
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> numpy.ndarray:
+    """[R, ...] a statistic in R resamples of as many prompts as there are.
+
+    columns:   [P, C] what each prompt adds to C sums, such as its tokens and its target calls.
+    statistic: sums [R, C] over the resampled prompts -> values [R, ...].
     """
-    from sacrebleu.metrics import BLEU
+    if resamples < 1:
+        raise ValueError(f"`resamples` must be at least 1, got {resamples}")
+    parts = [statistic(drawn @ columns) for drawn in _drawn(len(columns), resamples, seed)]
+    return numpy.concatenate(parts)
 
-    if not texts or len(texts) != len(references):
-        raise ValueError(
-            f"`texts` must be as many as `references`, at least one, got {len(texts)} and"
-            f" {len(references)}"
-        )
-    metric = BLEU()
-    score = metric.corpus_score(list(texts), [list(references)]).score
-    return score, str(metric.get_signature())
+
+def percentiles(values: numpy.ndarray, level: float = 0.05) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """(low, high), each [...]: the central 1 - level of resampled values [R, ...]."""
+    low, high = numpy.percentile(values, [100 * level / 2, 100 - 100 * level / 2], axis=0)
+    return low, high
+
+
+def ratio(sums: numpy.ndarray) -> numpy.ndarray:
+    """[...] the first of two sums [..., 2] over the second; nan if that is 0."""
+    with numpy.errstate(invalid="ignore", divide="ignore"):
+        return sums[..., 0] / sums[..., 1]
 
 
 def bootstrap(
@@ -77,15 +72,12 @@ def bootstrap(
         raise ValueError(
             f"`clusters` must be [S] like `values` {list(values.shape)}, got {list(groups.shape)}"
         )
-    if resamples < 1:
-        raise ValueError(f"`resamples` must be at least 1, got {resamples}")
-    total, size = numpy.bincount(groups, values), numpy.bincount(groups)
-    means = [(drawn @ total) / (drawn @ size) for drawn in resampled(len(total), resamples, seed)]
-    low, high = numpy.percentile(numpy.concatenate(means), [2.5, 97.5])
+    columns = numpy.stack([numpy.bincount(groups, values), numpy.bincount(groups)], 1)
+    low, high = percentiles(resample(columns, ratio, resamples, seed))
     return float(values.mean()), float(low), float(high)
 
 
-def resampled(prompts: int, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[numpy.ndarray]:
+def _drawn(prompts: int, resamples: int, seed: int) -> Iterator[numpy.ndarray]:
     """[R, prompts] chunk by chunk: how often every prompt was drawn in each of R resamples of as
     many prompts.
     """
@@ -103,6 +95,15 @@ def resampled(prompts: int, resamples: int = RESAMPLES, seed: int = 0) -> Iterat
             .astype(numpy.float64)
         )
         done += rows
+
+
+def ratio_of_sums(
+    parts: Sequence[float], wholes: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float, float]:
+    """(sum of parts / sum of wholes, low, high) with a 95 % interval; both [P], one a prompt."""
+    columns = numpy.array([parts, wholes], dtype=numpy.float64).T
+    low, high = percentiles(resample(columns, ratio, resamples, seed))
+    return float(ratio(columns.sum(0))), float(low), float(high)
 
 
 def paired_bootstrap(

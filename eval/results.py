@@ -1,0 +1,98 @@
+"""The file of results: one line a text, with everything that figures are computed from.
+
+A point is a way of decoding: method, relaxation, temperature, draft length. A cell is a point and a
+seed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..files import read_settings
+from ..verifier.relax import parse
+
+RESULTS = "results.jsonl"
+SETTINGS = "eval.json"  # what the results beside it were decoded with
+POINT = ("method", "relaxation", "temperature", "draft_length")
+NUMBER = int | float
+FIELDS = {
+    "method": str,
+    "relaxation": str,
+    "temperature": NUMBER | None,
+    "draft_length": int | None,
+    "seed": int,
+    "prompt": int,
+    "score": NUMBER,
+    "tokens": list,
+    "drafted": NUMBER,
+    "accepted": NUMBER,
+    "target_calls": NUMBER,
+    "positions": NUMBER,
+    "acceptance": NUMBER,
+    "bias": NUMBER,
+    "weight": NUMBER | None,
+    "target_logprob": NUMBER,
+    "substitutions": NUMBER,
+    "seconds": NUMBER,
+}
+
+
+def read_results(path: str | Path) -> list[dict[str, Any]]:
+    """The complete lines of a results.jsonl; a last line that a killed run left half written is
+    dropped.
+
+    A line without `temperature` and `draft_length` is of an older version; it gets those of the
+    settings beside the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; `diversed eval` writes it")
+    settings = path.parent / SETTINGS
+    older = read_settings(settings) if settings.is_file() else {}
+    sampling = older.get("sampling")
+    temperature = sampling.get("temperature") if isinstance(sampling, dict) else None
+    records = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        record = _object(line)
+        if "method" in record:
+            plain = record["method"] == "plain"
+            record.setdefault("temperature", temperature)
+            record.setdefault("draft_length", 0 if plain else older.get("draft_length"))
+        bad = [name for name, kind in FIELDS.items() if not isinstance(record.get(name, ...), kind)]
+        if bad:
+            what = ", ".join(bad) if record else "everything"
+            raise ValueError(
+                f"{path}, line {number} is no result: {what} is missing or no figure; delete that"
+                " line"
+            )
+        records.append(record)
+    return records
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The object on a line, empty if there is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def point_of(record: dict[str, Any]) -> tuple[str, str, float | None, int | None]:
+    """The point that a record or a row of figures belongs to."""
+    return tuple(record.get(name) for name in POINT)
+
+
+def static_place(relaxation: str) -> float | None:
+    """Where a static point stands on the line: at its share of the draft, at minus that if it
+    blends logarithms.
+
+    0 for exact decoding, None for learned points, budgets and rules that are no blend.
+    """
+    rule = parse(relaxation)
+    if rule.budget is not None or rule.kind not in ("exact", "static"):
+        return None
+    return rule.constant if rule.blend == "probabilities" else -rule.constant
