@@ -15,7 +15,7 @@ COMMANDS = {
         "gather, train, export and evaluate with one configuration; skips what is complete",
     ),
     "gather": (
-        "data.gathering",
+        "commands.gather",
         "gather",
         "let a pair write texts and keep their traces: what a head learns from",
     ),
@@ -26,7 +26,7 @@ COMMANDS = {
         "train what chooses the tree before each step, from labelled contexts",
     ),
     "distill": (
-        "train.adapters",
+        "commands.distill",
         "distill",
         "fine-tune a draft to its target, on texts of the target itself",
     ),

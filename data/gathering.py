@@ -13,151 +13,125 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..files import MOST_THREADS, exclusive, sha256, versions, within, worker
+from ..files import exclusive, sha256, versions, within
 from ..runtime.completion import cut
-from ..runtime.model import Pair, load_pair
+from ..runtime.groups import Models, SharedRun
+from ..runtime.model import Model, Pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
 from ..verifier.relax import parse
 from .columns import bytes_per_token
 from .scores import mean_log_probability
-from .tasks import DataOptions, Task, load_task
+from .selection import SplitPrompts
+from .tasks import Task
 from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
 
 
-def gather(
-    *,
-    out: str,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    split: str = "train",
-    prompts: int = 400,
-    samples: int = 4,
-    first_sample: int = 0,
-    relaxation: str = "ensemble:0.3",
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    max_prompt_tokens: int = 384,
-    max_new_tokens: int | None = None,
-    hidden: bool = False,
-    store_logits: int = 0,
-    unit: int = 32,
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str = "cpu",
-    threads: int = 1,
-    trust_remote_code: bool = False,
-    num_shards: int | None = None,
-    shard_index: int | None = None,
-) -> Path:
-    """Sample texts under a relaxation and store what a head needs to learn from them.
+@dataclass(frozen=True)
+class Rollouts:
+    """The texts that are sampled.
 
     Args:
-        out: folder for the shards and their manifest; a folder begun with the same options is
-            continued.
-        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
-            packaged one.
-        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
-            fields.
-        data: where the task's rows come from.
-        split: train, validation or test.
-        prompts: how many prompts of the split.
         samples: texts for each prompt; the policy gradient needs several.
         first_sample: number of a prompt's first text; texts of other numbers are other texts of the
             same prompts.
         relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share)
             or a bundle folder.
         sampling: temperature, top_k, top_p, min_p of both models.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
-            the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
+    """
+
+    samples: int = 4
+    first_sample: int = 0
+    relaxation: str = "ensemble:0.3"
+    sampling: Sampling = Sampling()
+
+    def __post_init__(self):
+        within(1, MOST_SAMPLES, samples=self.samples)
+        within(0, MOST_SAMPLES - self.samples, first_sample=self.first_sample)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is stored of a text, and how many texts a file holds.
+
+    Args:
         hidden: also store the last hidden states of both models, float16.
         store_logits: also store the log-probabilities of this many tokens, for training with
             `blend: logits`.
         unit: prompts per shard; unit x samples texts are decoded together.
-        seed: of the order of prompts and of the sampled texts.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads; part of what makes a run repeat exactly.
-        trust_remote_code: run model code that comes with a checkpoint.
-        num_shards: number of processes that share this work; by default from the launcher's
-            environment, else 1.
-        shard_index: which of them this one is.
     """
-    within(
-        1,
-        prompts=prompts,
-        unit=unit,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-    )
-    within(1, MOST_THREADS, threads=threads)
-    within(1, MOST_SAMPLES, samples=samples)
-    within(0, MOST_SAMPLES - samples, first_sample=first_sample)
-    within(0, MOST_SEED, seed=seed)
-    within(0, store_logits=store_logits)
-    num_shards, shard_index = worker(num_shards, shard_index)
+
+    hidden: bool = False
+    store_logits: int = 0
+    unit: int = 32
+
+    def __post_init__(self):
+        within(1, unit=self.unit)
+        within(0, store_logits=self.store_logits)
+
+
+def gather_traces(
+    run: SharedRun, models: Models, prompts: SplitPrompts, rollouts: Rollouts, stored: Stored
+) -> Path:
+    """Sample texts under a relaxation and store what a head needs to learn from them; the folder."""
+    within(0, MOST_SEED, seed=prompts.seed)
+    num_shards, shard_index = run.share()
+    relaxation, sampling = rollouts.relaxation, rollouts.sampling
     parsed = parse(relaxation)
-    torch.set_num_threads(threads)
-    pair = load_pair(target, draft, dtype, device, trust_remote_code)
+    run.use_threads()
+    pair = models.load()
     relaxer = load_relaxer(parsed, pair, sampling)
     if relaxer.rule.blend == "logits":  # which a bundle's card says, and training must know
         relaxation = str(relaxer.rule)
-    loaded = load_task(task, split=split, limit=prompts, seed=seed, data=data)
-    new_tokens = max_new_tokens or loaded.max_new_tokens
+    task = prompts.load()
+    new_tokens = prompts.max_new_tokens or task.max_new_tokens
     settings = {
-        "target": {
-            "name": target,
-            "hash": pair.target.hash,
-            "hidden_size": pair.target.hidden_size,
-        },
-        "draft": {"name": draft, "hash": pair.draft.hash, "hidden_size": pair.draft.hidden_size},
+        "target": _described(pair.target),
+        "draft": _described(pair.draft),
         "tokenizer": pair.tokenizer_hash,
         "vocab": pair.vocab,
         "sampling": vars(sampling),
         "relaxation": relaxation,
-        "task": task,
-        "source": loaded.source,
-        "split": split,
-        "metric": loaded.metric,
-        "seed": seed,
-        "prompts": len(loaded.examples),
-        "samples": samples,
-        "first_sample": first_sample,
-        "unit": unit,
-        "max_prompt_tokens": max_prompt_tokens,
+        "task": prompts.task,
+        "source": task.source,
+        "split": prompts.split,
+        "metric": task.metric,
+        "seed": prompts.seed,
+        "prompts": len(task.examples),
+        "samples": rollouts.samples,
+        "first_sample": rollouts.first_sample,
+        "unit": stored.unit,
+        "max_prompt_tokens": prompts.max_prompt_tokens,
         "max_new_tokens": new_tokens,
-        "hidden": hidden,
-        "store_logits": store_logits,
+        "hidden": stored.hidden,
+        "store_logits": stored.store_logits,
         "dtype": str(pair.target.dtype),
         "device": str(pair.target.device),
-        "threads": threads,
+        "threads": run.threads,
         "versions": versions(),
     }
     if parsed.folder and (head := parsed.folder / "head.safetensors").is_file():
-        settings["gate"] = sha256(head)  # texts of two gates must not be mixed under one name
+        settings["gate"] = sha256(head)  # texts of two heads must not be mixed under one name
     sampler = Sampler(
-        pair,
-        relaxer,
-        sampling,
-        new_tokens,
-        loaded.stop,
-        hidden,
-        store_logits,
+        pair, relaxer, sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
     )
-    lock = Path(out) if num_shards == 1 else Path(out) / f".worker-{shard_index}-of-{num_shards}"
+    out = Path(run.out)
+    lock = out if num_shards == 1 else out / f".worker-{shard_index}-of-{num_shards}"
     with exclusive(lock):
-        return _Gathering(Path(out), settings, sampler, loaded, num_shards, shard_index).run()
+        return _Gathering(out, settings, sampler, task, num_shards, shard_index).run()
+
+
+def _described(model: Model) -> dict:
+    return {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
 
 
 class _Gathering:

@@ -9,6 +9,8 @@ import signal
 import pytest
 import torch
 from diversed import cli
+from diversed.commands.distill import distill
+from diversed.commands.options import call
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
@@ -16,7 +18,7 @@ from diversed.runtime.model import Model, load_module, load_pair, load_tokenizer
 from diversed.runtime.sampling import Sampling
 from diversed.train import adapters, draft
 from diversed.train import fit as command
-from diversed.train.adapters import distill, keep_layers
+from diversed.train.adapters import keep_layers
 from diversed.train.draft import DraftModule, Texts, collate, compare
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -50,7 +52,7 @@ def place(tmp_path_factory):
 def finished(place):
     """A run that nobody interrupted."""
     folder, settings = place
-    return distill(out=str(folder / "finished"), **settings)
+    return call(distill, out=str(folder / "finished"), **settings)
 
 
 def report(out):
@@ -108,7 +110,7 @@ def test_distilling_raises_acceptance_on_prompts_it_never_saw(place, finished, c
     """By more than .1 at the very same positions, so that no sampling error comes between; the five gain .19 to .29."""
     folder, settings = place
     name = "-".join(change) + str(change.get("loss", ""))
-    out = distill(out=str(folder / name), **{**settings, **change}) if change else finished
+    out = call(distill, out=str(folder / name), **{**settings, **change}) if change else finished
     figures = report(out)
     assert figures["after"]["held_out_acceptance"] > figures["before"]["held_out_acceptance"] + 0.1
     assert figures["after"]["held_out_loss"] < figures["before"]["held_out_loss"]
@@ -132,7 +134,7 @@ def test_training_stops_where_acceptance_stops_rising_and_the_best_epoch_is_kept
     """With a learning rate of nothing no epoch is better than the draft, which is what comes out."""
     folder, settings = place
     change = {"lr": 1e-12, "patience": 2, "epochs": 9, "traces": str(finished / "traces")}
-    out = distill(out=str(folder / "patience"), **{**settings, **change})
+    out = call(distill, out=str(folder / "patience"), **{**settings, **change})
     figures = report(out)
     assert [row["epoch"] for row in figures["figures"]] == [0, 1, 2] and figures["best_epoch"] == 0
     assert figures["after"] == figures["before"] and figures["hash"] == figures["base"]["hash"]
@@ -264,7 +266,7 @@ KILLS = {
 
 def _run_and_die(kill, out, settings):
     kill()
-    distill(out=out, **settings)
+    call(distill, out=out, **settings)
 
 
 def killed(kill, out, settings):
@@ -285,14 +287,14 @@ def test_a_checkpoint_holds_what_trains_alone(place, finished, tmp_path):
 def test_a_killed_run_ends_with_the_same_bytes_when_it_is_run_again(kill, place, finished, tmp_path):
     settings = {**place[1], "traces": str(finished / "traces")}
     killed(KILLS[kill], tmp_path / "out", settings)
-    out = distill(out=str(tmp_path / "out"), **settings)
+    out = call(distill, out=str(tmp_path / "out"), **settings)
     for name in RESULT:
         assert (out / name).read_bytes() == (finished / name).read_bytes(), name
 
 
 def test_a_draft_of_layers_survives_kills_from_the_cut_to_the_saved_model(place, tmp_path):
     settings = {**place[1], "layers": [0, 2], "epochs": 1, "prompts": 8}
-    whole = distill(out=str(tmp_path / "whole"), **settings)
+    whole = call(distill, out=str(tmp_path / "whole"), **settings)
     for kill in (
         lambda: _die_replacing("cut-0-2"),
         lambda: _die_replacing("manifest.json", 2),
@@ -300,17 +302,17 @@ def test_a_draft_of_layers_survives_kills_from_the_cut_to_the_saved_model(place,
         lambda: _die_replacing("model.safetensors"),
     ):
         killed(kill, tmp_path / "out", settings)
-    out = distill(out=str(tmp_path / "out"), **settings)
+    out = call(distill, out=str(tmp_path / "out"), **settings)
     for name in ("model.safetensors", "config.json", "metrics.csv"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_runs_that_are_compared_share_texts_and_cut(place, tmp_path, capsys):
     settings = {**place[1], "layers": [0, 2], "epochs": 1, "prompts": 8}
-    first = distill(out=str(tmp_path / "kl"), **settings)
+    first = call(distill, out=str(tmp_path / "kl"), **settings)
     gathered = (first / "traces/manifest.json").read_bytes()
     capsys.readouterr()
-    second = distill(out=str(tmp_path / "tv"), **settings, loss="tv", traces=str(first / "traces"))
+    second = call(distill, out=str(tmp_path / "tv"), **settings, loss="tv", traces=str(first / "traces"))
     assert "traces are complete, nothing to gather" in capsys.readouterr().out
     assert (first / "traces/manifest.json").read_bytes() == gathered and not (second / "cut-0-2").exists()
     assert report(first)["before"]["held_out_acceptance"] == report(second)["before"]["held_out_acceptance"]
@@ -322,15 +324,15 @@ def test_runs_that_are_compared_share_texts_and_cut(place, tmp_path, capsys):
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(place, finished, capsys):
     settings = place[1]
-    distill(out=str(finished), **settings)
+    call(distill, out=str(finished), **settings)
     assert "is already distilled; choose another --out" in capsys.readouterr().out
     for name, value in (("rank", 8), ("loss", "tv"), ("seed", 1), ("draft", settings["target"])):
         with pytest.raises(
             ValueError, match=f"was started with {name} = .*, now it is {value}; .*choose another --out"
         ):
-            distill(out=str(finished), **{**settings, name: value})
+            call(distill, out=str(finished), **{**settings, name: value})
     with exclusive(finished), pytest.raises(OSError, match="is writing to .*choose another --out"):
-        distill(out=str(finished), **settings)
+        call(distill, out=str(finished), **settings)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_bad_input_is_refused_in_one_sentence(place, finished, tmp_path, change,
     if change.get("draft"):
         change = {"draft": str(folder / change["draft"])}
     with pytest.raises((ValueError, OSError), match=sentence) as refused:
-        distill(out=str(tmp_path / "out"), **{**settings, "traces": str(finished / "traces"), **change})
+        call(distill, out=str(tmp_path / "out"), **{**settings, "traces": str(finished / "traces"), **change})
     assert "\n" not in str(refused.value)
 
 

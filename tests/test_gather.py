@@ -8,8 +8,10 @@ import time
 
 import pytest
 import torch
+from diversed.commands.gather import gather
+from diversed.commands.options import call
 from diversed.data.columns import bytes_per_token
-from diversed.data.gathering import as_shard, gather
+from diversed.data.gathering import as_shard
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_manifest, read_shards
 from diversed.files import sha256, worker
@@ -99,8 +101,8 @@ def test_texts_do_not_depend_on_the_batch_they_are_sampled_in():
 
 def test_texts_of_other_sample_numbers_are_other_texts_and_the_same_whoever_samples_them(tmp_path):
     options = dict(prompts=2, unit=2, max_new_tokens=12, relaxation="ensemble:0.5")
-    whole = next(read_shards(gather(out=str(tmp_path / "whole"), samples=4, **options)))
-    later = next(read_shards(gather(out=str(tmp_path / "later"), samples=2, first_sample=2, **options)))
+    whole = next(read_shards(call(gather, out=str(tmp_path / "whole"), samples=4, **options)))
+    later = next(read_shards(call(gather, out=str(tmp_path / "later"), samples=2, first_sample=2, **options)))
     mine = torch.isin(whole.sample, later.sample)
     assert later.sample.tolist() == [2, 3, 2, 3]
     lengths = whole.start.diff()[mine]
@@ -140,9 +142,9 @@ def workplace(tmp_path_factory):
 
 def test_gathering_in_two_processes_gives_the_manifest_of_one(workplace):
     folder, options = workplace
-    gather(out=str(folder / "one"), **options)
+    call(gather, out=str(folder / "one"), **options)
     for index in (1, 0):
-        gather(out=str(folder / "two"), **options, num_shards=2, shard_index=index)
+        call(gather, out=str(folder / "two"), **options, num_shards=2, shard_index=index)
     assert sha256(folder / "one/manifest.json") == sha256(folder / "two/manifest.json")
     manifest = read_manifest(folder / "two")
     assert len(manifest["shards"]) == 4 and sum(entry["texts"] for entry in manifest["shards"]) == 60
@@ -152,11 +154,11 @@ def test_gathering_in_two_processes_gives_the_manifest_of_one(workplace):
 
 def test_a_killed_run_resumes_to_the_same_bytes(workplace):
     folder, options = workplace
-    gather(out=str(folder / "whole"), **options)
+    call(gather, out=str(folder / "whole"), **options)
     data = options["data"]
     code = (
-        "from diversed.data.gathering import gather; from diversed.data.tasks import DataOptions; "
-        f"gather(out={str(folder / 'killed')!r}, **{ {**options, 'data': None}!r} | {{'data': {data!r}}})"
+        "from diversed.commands.gather import gather; from diversed.commands.options import call; from diversed.data.tasks import DataOptions; "
+        f"call(gather, out={str(folder / 'killed')!r}, **{ {**options, 'data': None}!r} | {{'data': {data!r}}})"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -165,20 +167,20 @@ def test_a_killed_run_resumes_to_the_same_bytes(workplace):
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    gather(out=str(folder / "killed"), **options)
+    call(gather, out=str(folder / "killed"), **options)
     assert sha256(folder / "whole/manifest.json") == sha256(folder / "killed/manifest.json")
 
 
 def test_a_damaged_shard_is_named_and_gathered_anew(workplace, capsys):
     folder, options = workplace
-    gather(out=str(folder / "bad"), **options)
+    call(gather, out=str(folder / "bad"), **options)
     before = sha256(folder / "bad/manifest.json")
     shard = folder / "bad/shard-00002.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
     capsys.readouterr()
-    gather(out=str(folder / "bad"), **options)
+    call(gather, out=str(folder / "bad"), **options)
     assert "shard-00002.safetensors is damaged" in capsys.readouterr().out
     assert sha256(folder / "bad/manifest.json") == before
 
@@ -204,10 +206,10 @@ def test_a_damaged_shard_is_named_and_gathered_anew(workplace, capsys):
 )
 def test_bad_input_is_refused_in_one_sentence(workplace, change, sentence):
     folder, options = workplace
-    gather(out=str(folder / "settled"), **options)
+    call(gather, out=str(folder / "settled"), **options)
     change = {**change, "out": str(folder / change.get("out", "settled"))}
     with pytest.raises((ValueError, OSError), match=sentence) as refused:
-        gather(**{**options, **change})
+        call(gather, **{**options, **change})
     assert "\n" not in str(refused.value)
 
 

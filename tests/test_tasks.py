@@ -9,7 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 from diversed.commands.eval import evaluate
-from diversed.data.gathering import gather
+from diversed.commands.gather import gather
+from diversed.commands.options import call
 from diversed.data.prompts import Example
 from diversed.data.sources import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
@@ -358,7 +359,7 @@ def test_code_is_gathered_and_evaluated_on_the_packaged_pair(name, tmp_path):
     """It only knows sums: every score is 0."""
     data = DataOptions(path=write(tmp_path / "r.jsonl", [MBPP if name == "mbpp" else HUMANEVAL] * 2), whole=True)
     small = {"task": name, "data": data, "prompts": 2, "max_new_tokens": 8}
-    gather(out=str(tmp_path / "traces"), **small, samples=1, unit=2)
+    call(gather, out=str(tmp_path / "traces"), **small, samples=1, unit=2)
     manifest = read_manifest(tmp_path / "traces")
     assert manifest["metric"] == "pass@1"
     assert [shard.reward.tolist() for shard in read_shards(tmp_path / "traces")] == [[0.0, 0.0]]

@@ -26,7 +26,7 @@ import math
 import os
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -37,11 +37,13 @@ from safetensors.torch import save
 from torch import nn
 
 from ..data.batches import held_out
-from ..data.gathering import gather, versions
+from ..data.gathering import Rollouts, Stored, gather_traces
+from ..data.selection import LongPrompts, SplitPrompts
 from ..data.tasks import DataOptions
 from ..data.traces import MANIFEST, read_manifest
-from ..files import MOST_THREADS, exclusive, sha256, within, write_whole
-from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_pair, load_tokenizer
+from ..files import exclusive, sha256, versions, within, write_whole
+from ..runtime.groups import Models, Run, SharedRun
+from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_tokenizer
 from ..runtime.sampling import Sampling
 from .draft import LOSSES, DraftModule, Pace, Texts, line, refuse_other_output
 from .fit import CHECKPOINT, build_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
@@ -51,120 +53,132 @@ UNIT = 32  # prompts per shard of the texts
 CLIP = 1.0  # largest norm of the gradient
 
 
-def distill(
-    *,
-    out: str,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    layers: list[int] | None = None,
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    traces: str | None = None,
-    prompts: int = 400,
-    samples: int = 1,
-    loss: Literal["kl", "tv"] = "kl",
-    full: bool = False,
-    rank: int = 16,
-    alpha: float = 32.0,
-    modules: list[str] = [],  # noqa: B006  never written to
-    epochs: int = 8,
-    batch: int = 8,
-    lr: float = 1e-3,
-    validation: float = 0.1,
-    patience: int = 2,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    max_prompt_tokens: int = 384,
-    max_new_tokens: int | None = None,
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str = "cpu",
-    threads: int = 1,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Fine-tune a draft to its target on the target's own texts. Run it again to continue an
-    interrupted run.
+@dataclass(frozen=True)
+class Material:
+    """The texts that a draft learns from.
 
     Args:
-        out: folder to write to; it is a draft afterwards, `--draft OUT`.
-        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
-            packaged one.
-        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
-        layers: start from these layers of the target instead of a draft, with its embeddings, last
-            norm and output layer; the result is a model, not an adapter.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval, or jsonl for any file with named
-            fields.
-        data: where the task's rows come from.
         traces: folder for the target's texts, which runs that are compared may share; by default
             OUT/traces.
-        prompts: how many prompts of the training split, those held out included.
         samples: texts for each prompt.
-        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects
-            by.
+        sampling: temperature, top_k, top_p, min_p of the texts and of acceptance; the loss knows
+            the temperature alone.
+    """
+
+    traces: str | None = None
+    samples: int = 1
+    sampling: Sampling = Sampling()
+
+    def __post_init__(self):
+        within(1, samples=self.samples)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a draft is trained.
+
+    Args:
+        layers: start from these layers of the target instead of a draft, with its embeddings, last
+            norm and output layer; the result is a model, not an adapter.
         full: train all weights of the draft, in float32, instead of a low-rank adapter.
         rank: of the adapter's matrices.
         alpha: the adapter's product is scaled by alpha / rank.
         modules: linear layers that are adapted, such as q_proj v_proj; by default all but the
             output layer.
+    """
+
+    layers: list[int] | None = None
+    full: bool = False
+    rank: int = 16
+    alpha: float = 32.0
+    modules: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        within(1, rank=self.rank)
+        _refuse_no_positive("alpha", self.alpha)
+        layers = self.layers
+        if layers is not None and not (layers and layers[0] >= 0 and layers == sorted(set(layers))):
+            raise ValueError(
+                f"`layers` must be numbers of the target's layers, from 0 and rising, got {layers}"
+            )
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a draft is trained.
+
+    Args:
+        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects
+            by.
         epochs: most passes over the texts.
         batch: texts in a step.
         lr: highest learning rate of AdamW, after a warm-up; then a cosine to 0 at the last step.
         validation: share of the prompts held out; acceptance on them decides which epoch's weights
             are kept.
         patience: stop after this many epochs without a higher acceptance; 0 trains all epochs.
-        sampling: temperature, top_k, top_p, min_p of the texts and of acceptance; the loss knows
-            the temperature alone.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
-            the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
-        seed: of the order of prompts, the texts, the held-out prompts and the adapter's first
-            weights.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both models run, such as cpu, cuda or cuda:1.
-        threads: CPU threads; the same number gives the same bytes.
-        trust_remote_code: run model code that comes with a checkpoint.
     """
-    settings = _plain(
-        {name: value for name, value in locals().items() if name not in ("out", "traces")}
-    )
-    _refuse_bad(settings)
-    folder = Path(out)
+
+    loss: Literal["kl", "tv"] = "kl"
+    epochs: int = 8
+    batch: int = 8
+    lr: float = 1e-3
+    validation: float = 0.1
+    patience: int = 2
+
+    def __post_init__(self):
+        within(1, epochs=self.epochs, batch=self.batch)
+        within(0, patience=self.patience)
+        _refuse_no_positive("lr", self.lr)
+        if not 0 < self.validation < 1:
+            raise ValueError(
+                "`validation` must be in (0, 1), the share of prompts held out, got"
+                f" {self.validation}"
+            )
+        if self.loss not in LOSSES:
+            raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+
+
+def _refuse_no_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be a positive number, got {value}")
+
+
+def distill_draft(
+    run: Run,
+    models: Models,
+    prompts: LongPrompts,
+    material: Material,
+    trained: Trained,
+    fitting: Fitting,
+) -> Path:
+    """Fine-tune a draft to its target on the target's own texts, or continue; the folder."""
+    _refuse_bad(models, prompts, trained)
+    groups = (models, prompts, material, trained, fitting)
+    settings = {"threads": run.threads}
+    for group in groups:
+        settings |= asdict(group)
+    del settings["traces"]
+    if trained.layers:
+        settings["draft"] = None  # none is looked at
+    folder = Path(run.out)
     with quiet(), exclusive(folder):
         refuse_other_settings(folder, settings)
         if (folder / DONE).is_file():
             print(f"{folder} is already distilled; choose another --out to do it again")
             return folder
-        torch.set_num_threads(threads)
-        texts = Path(traces or folder / "traces")
-        if layers:
-            draft = _cut(texts.parent, target, layers, dtype, trust_remote_code)
-        shared = dict(
-            target=target,
-            draft=draft,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
+        run.use_threads()
+        traces = Path(material.traces or folder / "traces")
+        if trained.layers:
+            models = replace(models, draft=_cut(traces.parent, models, trained.layers))
+        texts = Rollouts(material.samples, relaxation="none", sampling=material.sampling)
+        split = SplitPrompts(**vars(prompts))
+        gather_traces(
+            SharedRun(str(traces), run.threads, 1, 0), models, split, texts, Stored(unit=UNIT)
         )
-        gather(
-            out=str(texts),
-            task=task,
-            data=data,
-            prompts=prompts,
-            samples=samples,
-            relaxation="none",
-            sampling=sampling,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            unit=UNIT,
-            seed=seed,
-            threads=threads,
-            num_shards=1,
-            shard_index=0,
-            **shared,
-        )
-        settings["traces_sha256"] = sha256(texts / MANIFEST)
+        settings["traces_sha256"] = sha256(traces / MANIFEST)
         refuse_other_settings(folder, settings)
         write_json(folder / "settings.json", settings)
-        return _Distilling(folder, settings, load_pair(**shared), data, texts).run()
+        return _Distilling(folder, settings, models.load(), prompts.data, traces).run()
 
 
 class _Distilling:
@@ -336,16 +350,15 @@ def _chosen(known: list[str], asked: list[str]) -> list[str]:
     return sorted(set(asked)) or known
 
 
-def _cut(folder: Path, target: str, layers: list[int], dtype: str, trust_remote_code: bool) -> str:
+def _cut(folder: Path, models: Models, layers: list[int]) -> str:
     """The folder with the draft that has these layers of the target; made if missing."""
     cut = folder / f"cut-{'-'.join(map(str, layers))}"
     if not cut.is_dir():
         part = folder / f".{cut.name}.part"
         shutil.rmtree(part, ignore_errors=True)
-        keep_layers(load_module(target, dtype, "cpu", trust_remote_code), layers).save_pretrained(
-            part
-        )
-        load_tokenizer(target, trust_remote_code).save_pretrained(part)
+        module = load_module(models.target, models.dtype, "cpu", models.trust_remote_code)
+        keep_layers(module, layers).save_pretrained(part)
+        load_tokenizer(models.target, models.trust_remote_code).save_pretrained(part)
         os.replace(part, cut)
     return str(cut)
 
@@ -399,44 +412,15 @@ def _save_model(folder: Path, module, tokenizer) -> list[str]:
     return names
 
 
-def _plain(settings: dict) -> dict:
-    """The settings as JSON has them; with layers of the target no draft is looked at."""
-    draft = None if settings["layers"] else settings["draft"]
-    return {
-        **settings,
-        "draft": draft,
-        "data": asdict(settings["data"]),
-        "sampling": asdict(settings["sampling"]),
-    }
-
-
-def _refuse_bad(settings: dict) -> None:
-    """ValueError with a sentence for settings that no run can use, before any model is loaded."""
-    within(1, **{name: settings[name] for name in ("samples", "rank", "epochs", "batch")})
-    within(2, prompts=settings["prompts"])  # one to train on, one held out
-    within(0, patience=settings["patience"])
-    within(1, MOST_THREADS, threads=settings["threads"])
-    for name in ("lr", "alpha"):
-        if not 0 < settings[name] < math.inf:
-            raise ValueError(f"`{name}` must be a positive number, got {settings[name]}")
-    if not 0 < settings["validation"] < 1:
-        raise ValueError(
-            "`validation` must be in (0, 1), the share of prompts held out, got"
-            f" {settings['validation']}"
-        )
-    if settings["loss"] not in LOSSES:
-        raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {settings['loss']!r}")
-    if settings["device"] == "auto":
+def _refuse_bad(models: Models, prompts: LongPrompts, trained: Trained) -> None:
+    """ValueError with a sentence for options that do not fit together, before a model is loaded."""
+    within(2, prompts=prompts.prompts)  # one to train on, one held out
+    if models.device == "auto":
         raise ValueError(
             "`device` must be one device such as cpu or cuda:0; training does not spread a model,"
             " got auto"
         )
-    layers = settings["layers"]
-    if layers is not None and not (layers and layers[0] >= 0 and layers == sorted(set(layers))):
+    if not (trained.layers or trained.full) and adapter_base(models.draft):
         raise ValueError(
-            f"`layers` must be numbers of the target's layers, from 0 and rising, got {layers}"
-        )
-    if not (layers or settings["full"]) and adapter_base(settings["draft"]):
-        raise ValueError(
-            f"`draft` {settings['draft']} is an adapter already; give its base, or --full true"
+            f"`draft` {models.draft} is an adapter already; give its base, or --full true"
         )

@@ -1,0 +1,120 @@
+"""Options that several commands share. Each option is declared here once, with its help.
+
+A group is a frozen dataclass; a command takes it whole, and its fields are options of the command
+line without a prefix. Defaults of one command are those of the instance in its signature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..files import MOST_THREADS, within, worker
+from .drafting import Branches
+from .model import Pair, load_pair
+
+
+@dataclass(frozen=True)
+class Models:
+    """The pair of models, and how it is loaded.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served; `sums-target` is the
+            packaged one.
+        draft: folder, hub name or .gguf file of the cheap model; `sums-draft` is the packaged one.
+        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored
+            half slower, float32.
+        device: cpu, cuda, ..., or auto to spread the models.
+        trust_remote_code: run model code that comes with a checkpoint.
+    """
+
+    target: str = "sums-target"
+    draft: str = "sums-draft"
+    dtype: str = "auto"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+    def load(self) -> Pair:
+        """Both models."""
+        return load_pair(self.target, self.draft, self.dtype, self.device, self.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class BundleModels(Models):
+    """The pair of models; those that are not named are the bundle's.
+
+    Args:
+        target: folder, hub name or .gguf file of the model being served; by default the bundle's,
+            else `sums-target`.
+        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else
+            `sums-draft`.
+    """
+
+    target: str | None = None
+    draft: str | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """How a tree is drafted and verified.
+
+    Args:
+        method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer,
+            package.module:NAME, or plain (the target alone).
+        draft_length: tokens on a drafted path.
+        branches: number of paths, or children of a node (one number, or one for each depth), where
+            a tree is verified; a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at
+            each step: auto (gbv's number of paths), entropy:NATS,SHAPE,SHAPE,
+            confidence:PROBABILITY,TOKENS (a chain that ends behind a token the draft gave less), or
+            a folder of `diversed select` or a bundle that holds its network.
+        trunk: single drafted tokens before a tree's first branching.
+        drafting: chain, paths, with_replacement, without_replacement or greedy, if a method is
+            exact for several.
+        relax_leaf: run the draft on the last drafted token too and relax there.
+    """
+
+    method: str = "token"
+    draft_length: int = 5
+    branches: Branches = None
+    trunk: int = 0
+    drafting: str | None = None
+    relax_leaf: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a command writes, and how many threads it computes with.
+
+    Args:
+        out: folder to write to; one that was begun with the same options is continued.
+        threads: CPU threads; the same number gives the same bytes, another speed.
+    """
+
+    out: str
+    threads: int = 1
+
+    def __post_init__(self):
+        within(1, MOST_THREADS, threads=self.threads)
+
+    def use_threads(self) -> None:
+        """Compute with these threads from here on."""
+        torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True)
+class SharedRun(Run):
+    """A run that several processes may share.
+
+    Args:
+        num_shards: number of processes that share this work; by default from the launcher's
+            environment, else 1.
+        shard_index: which of them this one is.
+    """
+
+    num_shards: int | None = None
+    shard_index: int | None = None
+
+    def share(self) -> tuple[int, int]:
+        """(number of processes, index of this one)."""
+        return worker(self.num_shards, self.shard_index)
