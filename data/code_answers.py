@@ -152,14 +152,14 @@ def _loaded(tree: ast.Module) -> set[str]:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Names that a module has after it was run."""
+    """Names that a module defines; a name for a constant is none that tests could call."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        else:
+        elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
             stored = (name for name in ast.walk(node) if isinstance(name, ast.Name))
             names |= {name.id for name in stored if _stores(name)}
     return names

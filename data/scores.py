@@ -27,7 +27,7 @@ def exact_number(text: str, reference: str) -> float:
     expected = final_number(reference)
     if not readable(reference):
         raise ValueError(
-            "`reference` must hold one number that can be read in full for the score final_number,"
+            "`reference` must hold a number that can be read in full for the score final_number,"
             f" got {reference[:80]!r}"
         )
     return float(final_number(text) == expected)
@@ -57,7 +57,7 @@ def pass_at_1(text: str, reference: str) -> float:
 def missing(score: str, reference: str | None) -> str:
     """What the score needs and the reference does not hold, in words; "" where nothing is missing."""
     if score == "final_number" and not readable(reference):
-        return "one number that can be read in full (no formula, time, date or ratio)"
+        return "a number that can be read in full, no formula, time, date or ratio,"
     if score == "pass_at_1" and not testable(reference):
         return "tests in Python"
     return ""

@@ -72,7 +72,7 @@ def test_equal_numbers_score_one_however_they_are_written():
 
 
 def test_reference_without_a_number_is_refused():
-    with pytest.raises(ValueError, match="`reference` must hold one number"):
+    with pytest.raises(ValueError, match="`reference` must hold a number"):
         exact_number("#### 1", "none")
 
 

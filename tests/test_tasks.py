@@ -278,7 +278,7 @@ def test_mbpp_shows_task_and_tests_and_runs_all_of_them(row, tmp_path):
         "def double(x):\n    return 2 * x\n```\nThis works.",
     ],
 )
-def test_an_answer_s_program_is_its_first_block_or_what_stands_before_a_stop_string(answer, tmp_path):
+def test_an_answer_s_program_is_the_block_that_defines_what_the_tests_call(answer, tmp_path):
     task, example = code_task("mbpp", tmp_path, MBPP)
     assert task.score(cut(answer, task.stop) if "```py" not in answer else answer, example) == 1.0
 
@@ -290,9 +290,10 @@ def test_humaneval_continues_the_head_and_its_check_is_called(tmp_path):
     assert task.score("    return 2 * x\n", example) == 1.0
     assert task.score("   return 2 * x\n", example) == 1.0  # a tokenizer has swallowed the first space
     assert task.score("    y: List[int] = [x]\n    return 2 * y[0]\n", example) == 1.0  # the head's import is there
-    assert task.score("", example) == task.score("    return x", example) == task.score("return 2 * x", example) == 0.0
+    assert task.score("", example) == task.score("    return x", example) == 0.0
+    assert task.score("return 2 * x", example) == 1.0  # and here all of its spaces
     rambling = "    return 2 * x\n\n\ndef other(x):\n    return (\n"
-    assert task.score(rambling, example) == 0.0 and task.score(cut(rambling, task.stop), example) == 1.0
+    assert task.score(rambling, example) == task.score(cut(rambling, task.stop), example) == 1.0
 
 
 @needs_sandbox
@@ -521,7 +522,7 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": b'{"prompt": "p", "answer": ""}\n', **ANSWERS}, ["line 1 of r.jsonl has an empty reference"]),
         (
             {"content": b'{"prompt": "p", "answer": "x"}\n', **ANSWERS},
-            ["line 1 of r.jsonl must hold a number in answer"],
+            ["line 1 of r.jsonl must hold a number that can be read in full", "in answer"],
         ),
         ({"content": ROW, "template": "no place"}, ["`data.template` must hold {prompt} once, got neither"]),
         ({"content": ROW, "template": "{prompt} {article}"}, ["must hold {prompt} once, got {prompt}, {article}"]),
