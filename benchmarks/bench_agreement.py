@@ -19,7 +19,6 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.progress import track
 
-from ..data.tasks import DataOptions
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from ..runtime.lean import SWITCH
@@ -39,47 +38,26 @@ RULES += ["ensemble:0.3;budget=2"]
 
 
 def run(
+    work: Workload = Workload(dtype="float32", max_new_tokens=32),  # noqa: B008  frozen
     *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    device: str = "cpu",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
     prompts: int = 200,
     methods: list[str] = ["plain", *METHODS],  # noqa: B006, B008
     relaxations: list[str] = RULES,  # noqa: B006
     draft_length: int = 3,
-    max_new_tokens: int = 32,
     batch: int = 16,
     compile: bool = False,
-    seed: int = 0,
-    threads: int = 1,
 ) -> list[dict]:
-    """Two rows a method and relaxation: texts that differ in float32, and those of them that differ
-    in float64 too.
+    """Two rows a method and relaxation: texts that differ as the pair is run, and those of them that
+    differ in float64 too.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        device: where both run.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text `prompts` times with different seeds, instead of a task's
-            prompts.
         prompts: texts a row.
         methods: `plain`, which is not relaxed, and verification methods.
         relaxations: none, ensemble:0.3, a bundle folder, ...
         draft_length: tokens on a drafted path.
-        max_new_tokens: tokens a text may have.
         batch: prompts that the fast loop decodes together.
         compile: compile the fast loop's steps.
-        seed: of prompts and texts.
-        threads: CPU threads.
     """
-    work = Workload(
-        target, draft, "float32", device, task, data, prompt, max_new_tokens, 1.0, seed, threads
-    )
     pair = work.pair()
     wide = _pair_of(pair, lambda module: copy.deepcopy(module).double())
     requests = work.requests(work.prompts(pair, prompts))
@@ -96,7 +74,7 @@ def run(
         case = method if rule == "none" else f"{method}, {rule}"
         unit = f"of {prompts} texts"
         rows += [
-            {"case": f"{case}: differ in float32", "value": len(ties), "unit": unit},
+            {"case": f"{case}: differ in {work.dtype}", "value": len(ties), "unit": unit},
             {"case": f"{case}: differ in float64 too", "value": len(wrong), "unit": "texts"},
         ]
     return rows

@@ -20,14 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
-from ..data.tasks import DataOptions
 from ..runtime.engine import Engine
 from ..runtime.model import Pair
+from ..runtime.sampling import Sampling
 from ..verifier.methods import METHODS
 from .timing import in_turns, row, seconds
 from .workload import Workload, call_after
@@ -44,6 +44,7 @@ RIVALS = {
     "learned+token": ("token",),
     "transformers assisted": ("transformers plain",),
 }
+SHOWN = ("plain", "token", "block", "traversal", "univer", "gbv")
 TURNS = 5  # in which a case finds how long its drafts are
 Draft = tuple[int, float]  # tokens at most, and the confidence below which it ends or 0
 NO_DRAFT: Draft = (0, 0.0)
@@ -52,17 +53,38 @@ Counts = tuple[int, int, int]  # tokens, target calls, draft calls; calls are 0 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and on how many texts; see the options of `run`."""
+    """What is compared, and on how many texts.
 
-    methods: list[str]
-    static: float
-    learned: str | None
-    draft_lengths: list[int]
+    Args:
+        prompts: texts a repetition.
+        methods: `plain` and verification methods.
+        static: the draft's share of the static blend, with block verification and in transformers;
+            0 leaves both out.
+        learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
+        transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
+        draft_lengths: to choose from.
+        confidences: of token and block verification whose chains have the longest of the lengths or
+            end behind a token that the draft gave less; not for compiled steps.
+        tuning_prompts: on which each case finds how long its drafts are; the others are measured
+            on.
+        repetitions: of every case, in turns.
+        batch: prompts decoded together.
+        temperature: of both models.
+        compile: compile the steps of our own loop; every case takes a minute more for each draft
+            length.
+    """
+
+    prompts: int = 6
+    methods: list[str] = field(default_factory=lambda: list(SHOWN))
+    static: float = 0.3
+    learned: str | None = None
     transformers: bool = True
-    confidences: tuple[float, ...] = ()
-    tuning_prompts: int = 1
-    repetitions: int = 3
+    draft_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
+    confidences: list[float] = field(default_factory=list)
+    tuning_prompts: int = 3
+    repetitions: int = 7
     batch: int = 1
+    temperature: float = 1.0
     compile: bool = False
 
 
@@ -87,77 +109,12 @@ class Case:
 
 
 def run(
-    *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    dtype: str = "auto",
-    device: str = "cpu",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
-    prompts: int = 6,
-    methods: list[str] = ["plain", "token", "block", "traversal", "univer", "gbv"],  # noqa: B006
-    static: float = 0.3,
-    learned: str | None = None,
-    transformers: bool = True,
-    draft_lengths: list[int] = [1, 2, 3, 4, 6, 8],  # noqa: B006
-    confidences: list[float] = [],  # noqa: B006
-    tuning_prompts: int = 3,
-    repetitions: int = 7,
-    batch: int = 1,
-    max_new_tokens: int = 64,
-    temperature: float = 1.0,
-    compile: bool = False,
-    seed: int = 0,
-    threads: int = 1,
+    work: Workload = Workload(max_new_tokens=64),  # noqa: B008  frozen
+    wanted: Comparison = Comparison(),  # noqa: B008  frozen
 ) -> list[dict]:
-    """One row a case: tokens per second where its drafts are as long as is best for it.
-
-    Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
-        prompts: texts a repetition.
-        methods: `plain` and verification methods.
-        static: the draft's share of the static blend, with block verification and in transformers;
-            0 leaves both out.
-        learned: a bundle's folder, `;bias=-4` after it; without one the learned cases are left out.
-        transformers: time `generate` too; it takes one prompt at a time, so only at batch 1.
-        draft_lengths: to choose from.
-        confidences: of token and block verification whose chains have the longest of the lengths or
-            end behind a token that the draft gave less; not for compiled steps.
-        tuning_prompts: on which each case finds how long its drafts are; the others are measured
-            on.
-        repetitions: of every case, in turns.
-        batch: prompts decoded together.
-        max_new_tokens: tokens a text may have.
-        temperature: of both models.
-        compile: compile the steps of our own loop; every case takes a minute more for each draft
-            length.
-        seed: of prompts and texts.
-        threads: CPU threads.
-    """
-    work = Workload(
-        target, draft, dtype, device, task, data, prompt, max_new_tokens, temperature, seed, threads
-    )
-    wanted = Comparison(
-        methods,
-        static,
-        learned,
-        draft_lengths,
-        transformers,
-        tuple(confidences),
-        tuning_prompts,
-        repetitions,
-        batch,
-        compile,
-    )
+    """One row a case: tokens per second where its drafts are as long as is best for it."""
     pair = work.pair()
-    return compare(pair, work.prompts(pair, tuning_prompts + prompts), wanted, work)
+    return compare(pair, work.prompts(pair, wanted.tuning_prompts + wanted.prompts), wanted, work)
 
 
 def compare(pair: Pair, prompts: list[list[int]], wanted: Comparison, work: Workload) -> list[dict]:
@@ -242,7 +199,7 @@ def _loop(pair: Pair, method: str, rule: str, wanted: Comparison, work: Workload
             rule,
             length,
             branches,
-            sampling=work.sampling,
+            sampling=Sampling(wanted.temperature),
             compile=wanted.compile,
         )
 
@@ -269,13 +226,13 @@ def _transformers(pair: Pair, wanted: Comparison, work: Workload) -> dict[str, C
     from transformers import GenerationConfig
 
     options = {
-        "do_sample": work.temperature > 0,
+        "do_sample": wanted.temperature > 0,
         "max_new_tokens": work.max_new_tokens,
         "eos_token_id": list(pair.eos),
         "pad_token_id": 0,
     }
-    if work.temperature > 0:
-        options |= {"temperature": work.temperature, "top_k": 0, "top_p": 1.0}
+    if wanted.temperature > 0:
+        options |= {"temperature": wanted.temperature, "top_k": 0, "top_p": 1.0}
     target, assistant = (_by_rows(model.module) for model in (pair.target, pair.draft))
 
     def case(drafts: list[Draft], **extra) -> Case:

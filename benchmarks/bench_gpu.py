@@ -21,6 +21,7 @@ import sys
 import torch
 
 from ..runtime.model import Pair, make_pair
+from ..runtime.sampling import Sampling
 from . import bench_decode, bench_step, bench_verify
 from .timing import record, table, write
 from .workload import Workload
@@ -63,16 +64,15 @@ def run(*, size: str = "8b", device: str = "cuda", seed: int = 0) -> list[dict]:
     lengths = [6, 9] if small else [48, 64]
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
     work = Workload(max_new_tokens=8 if small else 32, seed=seed)
-    made = bench_step.engines(pair, CASES, 4, work)
+    made = bench_step.engines(pair, CASES, 4, Sampling())
     stepped = []
     for batch in (2,) if small else (1, 16):
         requests = work.requests([prompts[number % 2] for number in range(batch)])
         stepped += bench_step.gains(made, requests, 3)
     wanted = bench_decode.Comparison(
         methods=["plain", "token", "block"],
-        static=0.3,
-        learned=None,
         draft_lengths=[2 if small else 4],
+        tuning_prompts=1,
         repetitions=1 if small else 3,
     )
     decoded = bench_decode.compare(pair, prompts * 2, wanted, work)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from itertools import product
 
-from ..data.tasks import DataOptions
 from ..runtime.engine import Engine
 from ..runtime.model import Pair
+from ..runtime.sampling import Sampling
 from ..selector.labels import CHAINS
 from .bench_step import milliseconds
 from .timing import in_turns, seconds
@@ -23,44 +23,20 @@ from .workload import Workload, call_after
 
 
 def run(
+    work: Workload = Workload(),  # noqa: B008  frozen
     *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    dtype: str = "auto",
-    device: str = "cpu",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
-    methods: list[str] = [  # noqa: B006
-        "token",
-        "block",
-        "specinfer",
-        "kseq",
-        "traversal",
-        "gbv",
-        "univer",
-    ],  # noqa: B006
+    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
     relaxation: str = "none",
     shapes: list[str] = ["1", "3", "6", "2x1", "2x4", "4x1+2", "4x4", "3x2+2"],  # noqa: B006
     contexts: list[int] = [32, 128, 256],  # noqa: B006
     tokens: list[int] = [1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33],  # noqa: B006
     repetitions: int = 30,
     step_repetitions: int = 5,
-    max_new_tokens: int = 48,
     temperature: float = 1.0,
-    seed: int = 0,
-    threads: int = 1,
 ) -> list[dict]:
     """Rows of calls (context, tokens) and of steps (method, shape), milliseconds at batch 1.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where the prompts of timed steps come from.
-        data: where the task's rows come from.
-        prompt: continue this text instead of a task's prompts.
         methods: whose steps are timed.
         relaxation: of these steps: none, ensemble:0.3, a bundle folder, ...
         shapes: of these steps, PATHSxLENGTH+TRUNK; those that branch are left out for token and
@@ -69,19 +45,15 @@ def run(
         tokens: tokens of a timed call.
         repetitions: of every call, in turns.
         step_repetitions: texts of every step's case, in turns.
-        max_new_tokens: tokens of these texts.
-        temperature: of both models.
-        seed: of prompts and texts.
-        threads: CPU threads.
+        temperature: of both models, in these steps.
     """
-    work = Workload(
-        target, draft, dtype, device, task, data, prompt, max_new_tokens, temperature, seed, threads
-    )
-    pair, clock = work.pair(), clock_of(device, threads)
+    pair, clock = work.pair(), clock_of(work)
     rows = _calls(pair, contexts, tokens, repetitions, clock)
     prompts = work.prompts(pair, step_repetitions + 1)
     engines = {
-        (method, shape): Engine(pair, method, relaxation, branches=shape, sampling=work.sampling)
+        (method, shape): Engine(
+            pair, method, relaxation, branches=shape, sampling=Sampling(temperature)
+        )
         for method in methods
         for shape in shapes
         if method not in CHAINS or "x" not in shape
@@ -90,16 +62,17 @@ def run(
     def step(engine: Engine, turn: int) -> float:
         return milliseconds(engine, work.requests(prompts[turn : turn + 1], turn), clock)
 
-    middle = statistics.mean(map(len, prompts)) + max_new_tokens / 2
+    middle = statistics.mean(map(len, prompts)) + work.max_new_tokens / 2
     for (method, shape), found in in_turns(engines, step, step_repetitions, "steps").items():
         about = {"role": "step", "method": method, "shape": shape, "context": middle}
         rows.append(_row(f"step, {method} {shape}", found) | about)
     return rows
 
 
-def clock_of(device: str, threads: int) -> Callable[[], float]:
+def clock_of(work: Workload) -> Callable[[], float]:
     """Seconds: of the process with one thread on a CPU, else of the wall."""
-    return time.process_time if device == "cpu" and threads == 1 else time.perf_counter
+    alone = work.device == "cpu" and work.threads == 1
+    return time.process_time if alone else time.perf_counter
 
 
 def _calls(

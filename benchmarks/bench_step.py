@@ -14,81 +14,60 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..data.tasks import DataOptions
 from ..runtime.completion import Request
 from ..runtime.engine import STAGES, Engine
 from ..runtime.model import Model, Pair
+from ..runtime.sampling import Sampling
 from .timing import in_turns, row
 from .workload import Workload
 
 
 def run(
+    work: Workload = Workload(),  # noqa: B008  frozen
     *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    dtype: str = "auto",
-    device: str = "cpu",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
     methods: list[str] = ["plain", "token", "block", "traversal"],  # noqa: B006
     relaxation: str = "none",
     draft_length: int = 3,
     batches: list[int] = [1, 16],  # noqa: B006
     captured: bool = False,
-    max_new_tokens: int = 48,
     repetitions: int = 5,
     temperature: float = 1.0,
-    seed: int = 0,
-    threads: int = 1,
 ) -> list[dict]:
     """For every method and batch: the share outside the models, and the milliseconds of a step and
     of its stages.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
         methods: `plain` and verification methods.
         relaxation: of all methods but plain: none, ensemble:0.3, a bundle folder, ...
         draft_length: tokens on a drafted path.
         batches: prompts decoded together.
         captured: also time the same steps at fixed shapes, which a GPU captures.
-        max_new_tokens: tokens a text may have.
         repetitions: of every case, in turns; a row is the median, its interval the lowest and the
             highest.
         temperature: of both models.
-        seed: of prompts and texts.
-        threads: CPU threads.
     """
-    work = Workload(
-        target, draft, dtype, device, task, data, prompt, max_new_tokens, temperature, seed, threads
-    )
     pair = work.pair()
     rules = [(method, "none" if method == "plain" else relaxation) for method in methods]
+    sampling = Sampling(temperature)
     requests = work.requests(work.prompts(pair, max(batches)))
     rows = []
     for batch in batches:
         first = {number: requests[number] for number in range(batch)}
         timed = replace(pair, target=_Timed(pair.target), draft=_Timed(pair.draft))
-        rows += shares(engines(timed, rules, draft_length, work), first, repetitions)
+        rows += shares(engines(timed, rules, draft_length, sampling), first, repetitions)
         if captured:
-            rows += gains(engines(pair, rules, draft_length, work), first, repetitions)
+            rows += gains(engines(pair, rules, draft_length, sampling), first, repetitions)
     return rows
 
 
 def engines(
-    pair: Pair, rules: list[tuple[str, str]], draft_length: int, work: Workload
+    pair: Pair, rules: list[tuple[str, str]], draft_length: int, sampling: Sampling
 ) -> dict[str, Engine]:
     """name -> the engine of every (method, relaxation)."""
     made = {}
     for method, rule in rules:
         name = method if rule == "none" else f"{rule}+{method}"
-        made[name] = Engine(pair, method, rule, draft_length, sampling=work.sampling)
+        made[name] = Engine(pair, method, rule, draft_length, sampling=sampling)
     return made
 
 

@@ -11,7 +11,6 @@ from ..data.tasks import DataOptions, load_task
 from ..runtime.completion import Request
 from ..runtime.model import Model, Pair, load_pair
 from ..runtime.prompt import prompt_tokens
-from ..runtime.sampling import Sampling
 
 MOST_PROMPT_TOKENS = 384
 
@@ -29,7 +28,6 @@ class Workload:
         data: where the task's rows come from.
         prompt: continue this text with different seeds, instead of a task's prompts.
         max_new_tokens: tokens a text may have.
-        temperature: of both models.
         seed: of prompts and texts.
         threads: CPU threads.
     """
@@ -42,7 +40,6 @@ class Workload:
     data: DataOptions = DataOptions()
     prompt: str | None = None
     max_new_tokens: int = 48
-    temperature: float = 1.0
     seed: int = 0
     threads: int = 1
 
@@ -56,8 +53,9 @@ class Workload:
         if self.prompt is not None:
             return [prompt_tokens(self.prompt, pair.tokenizer)] * count
         task = load_task(self.task, split="test", limit=count, seed=self.seed, data=self.data)
-        tokenizer = pair.tokenizer
-        return [task.encode(example, tokenizer, MOST_PROMPT_TOKENS) for example in task.examples]
+        return [
+            task.encode(example, pair.tokenizer, MOST_PROMPT_TOKENS) for example in task.examples
+        ]
 
     def requests(self, prompts: list[list[int]], turn: int = 0) -> dict[int, Request]:
         """A request for every prompt; another `turn` gives other texts."""
@@ -66,10 +64,6 @@ class Workload:
             number: Request(prompt, first + number, self.max_new_tokens)
             for number, prompt in enumerate(prompts)
         }
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature)
 
 
 def call_after(model: Model, prompt: list[int], count: int) -> Callable[[], object]:

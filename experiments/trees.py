@@ -113,9 +113,9 @@ def run(
     if not prompts:
         return rows
     work = Workload(
-        target, draft, dtype, device, task, data, prompt, max_new_tokens, 1.0, seed, threads
+        target, draft, dtype, device, task, data, prompt, max_new_tokens, seed, threads
     )
-    pair, clock = work.pair(), clock_of(device, threads)
+    pair, clock = work.pair(), clock_of(work)
     requests = work.requests(work.prompts(pair, prompts + 1)).values()
     cases = [
         _Case(

@@ -4,6 +4,7 @@ import pytest
 from diversed.benchmarks import bench_agreement as agreement
 from diversed.benchmarks import bench_decode as decode
 from diversed.benchmarks import bench_step as step
+from diversed.commands.options import call
 from diversed.runtime import chain
 
 from .support.models import module, tokenizer
@@ -24,7 +25,7 @@ def folders(tmp_path_factory):
 def cases(folders, **options):
     small = {"prompt": "w2 w3 w4", "prompts": 2, "tuning_prompts": 1, "repetitions": 2, "max_new_tokens": 6}
     methods = ["plain", "block", "gbv", "univer"]
-    rows = decode.run(**folders, **small, methods=methods, draft_lengths=[1, 2], **options)
+    rows = call(decode.run, **folders, **small, methods=methods, draft_lengths=[1, 2], **options)
     return {row["case"]: row for row in rows}
 
 
@@ -83,7 +84,7 @@ def test_chains_and_the_assistant_may_end_where_the_draft_is_not_confident(folde
 
 
 def test_the_share_outside_the_models_is_a_share(folders):
-    rows = step.run(**folders, prompt="w2 w3", methods=["plain", "block"], batches=[1, 2], repetitions=1)
+    rows = call(step.run, **folders, prompt="w2 w3", methods=["plain", "block"], batches=[1, 2], repetitions=1)
     shares = {row["case"]: row["value"] for row in rows if row["unit"].startswith("%")}
     assert set(shares) == {f"{method}, batch {batch}" for method in ("plain", "block") for batch in (1, 2)}
     assert all(0 < share < 100 for share in shares.values())
@@ -103,7 +104,7 @@ def test_the_prefill_is_no_part_of_a_step(folders):
 
 def agreements(folders):
     small = {"prompt": "w2 w3 w4", "prompts": 12, "batch": 5, "max_new_tokens": 8, "draft_length": 2}
-    rows = agreement.run(**folders, **small, methods=["plain", "token", "univer"], relaxations=["none", "lenient:0.5"])
+    rows = call(agreement.run, **folders, **small, methods=["plain", "token", "univer"], relaxations=["none", "lenient:0.5"])
     return {row["case"]: row["value"] for row in rows}
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from diversed.benchmarks import bench_latency as latency
 from diversed.benchmarks.timing import record, write
+from diversed.commands.options import call
 from diversed.runtime.choosers import parse_shape
 from diversed.selector.latency import Latencies, read_latencies, simulated, with_rest
 
@@ -36,7 +37,8 @@ def test_what_surrounds_the_calls_is_found_again_from_whole_steps():
 
 
 def test_the_benchmarks_file_is_what_is_read(tmp_path):
-    rows = latency.run(
+    rows = call(
+        latency.run,
         methods=["block", "gbv"], shapes=["1", "2", "3", "2x1", "2x2+1"], contexts=[8, 16], tokens=[1, 2, 4],
         repetitions=2, step_repetitions=1, max_new_tokens=6,
     )  # fmt: skip

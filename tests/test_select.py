@@ -8,6 +8,7 @@ import pytest
 import torch
 from diversed.benchmarks import bench_latency as latency
 from diversed.benchmarks.timing import record, write
+from diversed.commands.options import call
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.choosers import SCALARS, parse_shape
@@ -160,7 +161,7 @@ def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
 def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selected, tmp_path, monkeypatch, capsys):
     """A card of the version before has no `constant`; it is kept, as settings and labels are the same."""
     out, options = selected
-    timed = latency.run(methods=["block", "traversal"], shapes=["1", "3", "2x2+1"], contexts=[16], tokens=[1, 4],
+    timed = call(latency.run, methods=["block", "traversal"], shapes=["1", "3", "2x2+1"], contexts=[16], tokens=[1, 4],
                         repetitions=1, step_repetitions=1, max_new_tokens=4)  # fmt: skip
     write(record(timed), tmp_path / "F.json")
     options = options | {"latencies": str(tmp_path / "F.json"), "labels": str(out / "labels")}
@@ -285,7 +286,7 @@ def test_a_chain_that_ends_by_confidence_is_priced_by_the_steps_that_it_took(sel
 
 def test_measured_rows_count_the_steps_that_were_taken(selected, tmp_path):
     out, _ = selected
-    timed = latency.run(methods=["traversal"], shapes=["1", "2", "2x1"], contexts=[16], tokens=[1, 4], repetitions=1,
+    timed = call(latency.run, methods=["traversal"], shapes=["1", "2", "2x1"], contexts=[16], tokens=[1, 4], repetitions=1,
                         step_repetitions=1, max_new_tokens=4)  # fmt: skip
     write(record(timed), tmp_path / "F.json")
     copied = shutil.copytree(out / "traversal", tmp_path / "traversal")
