@@ -25,6 +25,7 @@ from ..export.card import with_calibration
 from ..files import exclusive, sha256, write_whole
 from ..runtime.bundle import load_bundle
 from ..runtime.sampling import Sampling
+from ..verifier.relax import Relaxation
 from .eval import prepare
 
 CLOSED = -1e4  # added to a logit: a weight of exactly 0 in float32
@@ -101,7 +102,7 @@ def calibrate(
         models = {
             role: options[role] or card["models"][role]["name"] for role in ("target", "draft")
         }
-        names = {bias: _relaxation(before, card, bias) for bias in biases}
+        names = {bias: str(Relaxation.of_bundle(before, bias)) for bias in biases}
         given = {name: value for name, value in options.items() if name not in OWN}
         sweep = prepare(
             **given | models,
@@ -209,11 +210,6 @@ def _before(bundle: Path, folder: Path) -> Path:
             " folder"
         )
     return kept
-
-
-def _relaxation(bundle: Path, card: dict[str, Any], bias: float) -> str:
-    blend = card["head"].get("blend", "probabilities")
-    return str(bundle) + (f";blend={blend}" if blend != "probabilities" else "") + f";bias={bias:g}"
 
 
 def _measured(sweep: Sweep, names: dict[float, str]) -> Iterator[tuple[float, numpy.ndarray]]:

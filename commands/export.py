@@ -64,12 +64,7 @@ def export(
         from ..eval.summary import summarise
 
         add_frontier(out, summarise(results))
-    relaxation = (
-        out
-        if card["head"]["blend"] == "probabilities"
-        else f"'{out};blend={card['head']['blend']}'"
-    )
-    print(f"bundle written to {out}: load it with --relaxation {relaxation}")
+    print(f"bundle written to {out}: load it with --relaxation {out}")
 
 
 def _read_training(run: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..export.bundle_writer import add_frontier
 from ..files import within, worker
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
-from ..verifier.relax import parse
+from ..verifier.relax import Relaxation, parse
 from . import settings
 from .options import (
     add_options,
@@ -106,13 +106,10 @@ def pipeline(
             reward's unit.
     """
     folder = Path(out)
-    blend = ";blend=logits" if stages["train"]["model"].blend == "logits" else ""
-    learned = [
-        f"{folder / 'bundle'}{blend}" + (f";bias={bias:g}" if bias else "") for bias in biases
-    ]
+    learned = [str(Relaxation.of_bundle(folder / "bundle", bias or None)) for bias in biases]
     relaxations = [*stages["eval"]["relaxations"], *learned]
     if rounds > 1:
-        work = {"rounds": lambda: _rounds(folder, stages, rounds, max_drop, blend)}
+        work = {"rounds": lambda: _rounds(folder, stages, rounds, max_drop)}
     else:
         work = {
             "gather": lambda: _stage(stages, "gather", out=str(folder / "traces")),
@@ -141,7 +138,7 @@ def _export(stages: Stages, train: str, bundle: str, bias: float = 0.0) -> None:
     _stage(stages, "export", train=train, out=bundle, bias=stages["export"]["bias"] + bias)
 
 
-def _rounds(folder: Path, stages: Stages, most: int, max_drop: float, blend: str) -> None:
+def _rounds(folder: Path, stages: Stages, most: int, max_drop: float) -> None:
     """Gather and train in rounds; the last head becomes the bundle."""
     gather, data = stages["gather"], stages["train"]["data"]
 
@@ -158,7 +155,7 @@ def _rounds(folder: Path, stages: Stages, most: int, max_drop: float, blend: str
 
     made = RoundStages(gather_more, fit, write)
     first = gather["relaxation"]
-    train, bias = run_rounds(folder, made, most, max_drop, first, gather["samples"], blend)
+    train, bias = run_rounds(folder, made, most, max_drop, first, gather["samples"])
     _export(stages, str(train), str(folder / "bundle"), bias)
 
 

@@ -49,16 +49,8 @@ def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = No
 
 def describe(relaxation: str) -> tuple[str, str]:
     """(kind, words of its label) of a relaxation string."""
-    rule = parse(relaxation)
-    minus = "\N{MINUS SIGN}"
-    words = [f"{name} {value.replace('-', minus)}" for name, value in rule.options.items()]
-    if rule.kind == "static":
-        words = [f"{rule.parameters[0]:g}", *words]
-    elif rule.kind == "code":
-        words = [rule.source.partition(":")[2].replace("_", " ").lower(), *words]
-    elif rule.kind == "other":
-        words = [rule.base.replace(":", " "), *words]
-    return rule.kind, ", ".join(words)
+    rule = parse(relaxation, recorded=True)
+    return rule.kind, rule.label
 
 
 def _draw(
@@ -161,7 +153,8 @@ def _family(row: dict[str, Any], kind: str) -> str:
     """Points of one family are joined: the static weights of one way of blending, one bundle at
     several biases.
     """
-    return parse(row["relaxation"]).blend if kind == "static" else row["relaxation"].split(";")[0]
+    rule = parse(row["relaxation"], recorded=True)
+    return rule.blend if kind == "static" else rule.base
 
 
 def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: str | None) -> None:
@@ -204,7 +197,7 @@ def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: 
         " w draft; bias is added to the learned gate's logit.\nTokens per target call count the"
         " extra token of each call and end with the text."
     )
-    if any("blend=logits" in row["relaxation"] for row in rows):
+    if any(parse(row["relaxation"], recorded=True).blend == "logits" for row in rows):
         small += " Blend logits: target^(1 − w) draft^w instead."
     if len(methods) > 1:
         small += "\n" if "Blend" in small else " "  # which fills the line

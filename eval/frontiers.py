@@ -67,7 +67,7 @@ def name_of(row: Row, rows: list[Row]) -> str:
 
 
 def _bundle(row: Row) -> str:
-    return Path(row["relaxation"].split(";")[0]).name
+    return Path(parse(row["relaxation"], recorded=True).base).name
 
 
 def frontiers(rows: list[Row]) -> Markup:
@@ -121,7 +121,9 @@ def _points(rows: list[Row], speed: str) -> tuple[list[Point], list[list[Point]]
         if (place := static_place(row["relaxation"])) is not None:
             families.setdefault((shape, "static"), []).append((place, point))
         elif kind == "learned":
-            families.setdefault((shape, row["relaxation"].split(";")[0]), []).append((x[0], point))
+            families.setdefault((shape, parse(row["relaxation"], recorded=True).base), []).append(
+                (x[0], point)
+            )
     ordered = [
         [point for _, point in sorted(line, key=lambda pair: pair[0])] for line in families.values()
     ]
@@ -194,7 +196,7 @@ def _main(rows: list[Row]) -> list[Row]:
     for variant in _variants(rows):
         mine = [row for row in rows if _variant(row) == variant]
         statics = [row for row in mine if describe(row["relaxation"])[0] == "static"]
-        statics.sort(key=lambda row: parse(row["relaxation"]).constant)
+        statics.sort(key=lambda row: parse(row["relaxation"], recorded=True).constant)
         outer = statics[:1] + statics[1:][-1:]
         chosen += [
             row

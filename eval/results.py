@@ -92,7 +92,7 @@ def static_place(relaxation: str) -> float | None:
 
     0 for exact decoding, None for learned points, budgets and rules that are no blend.
     """
-    rule = parse(relaxation)
+    rule = parse(relaxation, recorded=True)
     if rule.budget is not None or rule.kind not in ("exact", "static"):
         return None
     return rule.constant if rule.blend == "probabilities" else -rule.constant

@@ -182,7 +182,7 @@ def best_point(run: Run) -> dict[str, Any] | None:
     learned = [
         row
         for row in run.rows
-        if parse(row["relaxation"]).kind == "learned" and row["method"] != "plain"
+        if parse(row["relaxation"], recorded=True).kind == "learned" and row["method"] != "plain"
     ]
     calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
     speed = next(iter(SPEEDS))

@@ -206,11 +206,11 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
 
 def _rule(run: Run, relaxation: str) -> Relaxation:
     """The relaxation, with the very head that was measured: out of the run folder if that holds it."""
-    rule = parse(relaxation)
+    rule = parse(relaxation, recorded=True)
     place = run.folders.get(rule.source, rule.folder)
     wanted = run.settings["heads"].get(rule.source)
     if wanted and head_checksum(place) != wanted:
         raise ValueError(
             f"the bundle {rule.source} is not there any more with the head that was measured"
         )
-    return replace(rule, source=str(place))
+    return replace(rule, source=str(place)) if rule.folder else rule

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..runtime.bundle import load_bundle
+from ..runtime.bundle import Bundle, load_bundle
+from ..runtime.relaxer import Relaxer, bundle_relaxer, settled
 from ..runtime.uniforms import uniforms
-from ..verifier.head import WeightHead
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.methods import METHODS
-from ..verifier.relax import Relaxation, parse, relax
+from ..verifier.relax import Relaxation, parse
 
 KEY = "diversed"  # of vLLM's additional_config
 METHOD = {"standard": "token", "block": "block"}
@@ -99,20 +99,20 @@ def check(config, v2: bool) -> None:
         raise ValueError(
             f"{asked} must be a relaxation, such as a bundle's folder, got {wanted(config)!r}"
         )
-    rule, _, card = chosen(wanted(config))
+    rule, bundle = chosen(wanted(config))
     vocab = min(
         model.get_vocab_size() for model in (spec.target_model_config, spec.draft_model_config)
     )
-    if card and card["vocab"] != vocab and not card.get("any_pair"):
+    if bundle and bundle.card["vocab"] != vocab and not bundle.card.get("any_pair"):
         raise ValueError(
-            f"bundle {rule.source} is for a vocabulary of {card['vocab']}, these models share"
-            f" {vocab}"
+            f"bundle {rule.source} is for a vocabulary of {bundle.card['vocab']}, these models"
+            f" share {vocab}"
         )
 
 
 @lru_cache
-def chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
-    """The relaxation, and of a bundle its gate and card; ValueError where vLLM cannot have it."""
+def chosen(text: str) -> tuple[Relaxation, Bundle | None]:
+    """The relaxation and its bundle, if it has one; ValueError if vLLM cannot have it."""
     rule = parse(text)
     if rule.budget is not None:
         raise ValueError(
@@ -120,17 +120,14 @@ def chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
             " it out"
         )
     if rule.name != "learned":
-        return rule, None, {}
+        return rule, None
     bundle = load_bundle(rule.source)
     if bundle.head.needs_hidden:
         raise ValueError(
-            f"the gate of bundle {rule.source} reads hidden states, and vLLM keeps none of the"
+            f"the head of bundle {rule.source} reads hidden states, and vLLM keeps none of the"
             " draft; train one with features logits"
         )
-    if (blend := bundle.card["head"].get("blend", "probabilities")) != rule.blend:
-        raise ValueError(
-            f"bundle {rule.source} was trained for the blend of {blend}; write {text};blend={blend}"
-        )
+    rule = settled(rule, bundle)
     # A shard of a model has no fingerprint to compare with the card.
     names = (bundle.card["models"][role]["name"] for role in ("target", "draft"))
     logger.warning(
@@ -138,7 +135,7 @@ def chosen(text: str) -> tuple[Relaxation, WeightHead | None, dict]:
         text,
         *names,
     )
-    return rule, bundle.head, bundle.card
+    return rule, bundle
 
 
 def _install() -> None:
@@ -202,10 +199,10 @@ class Relaxed:
 
     def __init__(self, sampler, spec_config, device: torch.device, relaxation: str):
         super().__init__(sampler, spec_config, device)
-        self.rule, head, _ = chosen(relaxation)
+        rule, bundle = chosen(relaxation)
+        self.relaxer = bundle_relaxer(rule, bundle, device) if bundle else Relaxer(rule)
         # Where the plugin was not loaded nothing else would tell.
         logger.warning("diversed: drafts are verified with the relaxation %s", relaxation)
-        self.head = None if head is None else head.to(device)
         self.method = METHODS[METHOD[spec_config.rejection_sample_method]]
         self.kernel = self.method.kernel if device.type == "cuda" else None
         self.parents = tuple(range(-1, self.num_speculative_steps))
@@ -335,12 +332,7 @@ class Relaxed:
         allowed = torch.where(target[:, :-1] > -torch.inf, drafted, 0)
         allowed = allowed / allowed.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         tree = DraftTree(tokens, self.parents, functional.pad(allowed, (0, 0, 0, 1)), own)
-        weight = (
-            None
-            if self.head is None
-            else self.head.weight(tree.draft, own, bias=self.rule.bias or 0.0)
-        )
-        return drafted, relax(tree, self.rule, weight).target
+        return drafted, self.relaxer.tree(tree).target
 
     def _committed(self, tokens: Tensor, found: Verdict, root: Tensor) -> tuple[Tensor, Tensor]:
         """The accepted tokens and the extra one; root: [B, V] the target's logits at the root."""

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..verifier.head import WeightHead
 from ..verifier.law import DraftTree
 from ..verifier.relax import Relaxation, parse, relax, substitutions
 from .bundle import Bundle, load_bundle
@@ -80,12 +79,19 @@ class Relaxer:
         spent: [B] substitutions already charged to each request, for a budget.
         """
         weight = self.weight(tree, hidden)
-        relaxed = relax(tree, self.rule, weight if self.weigh else None, spent=spent)
+        relaxed = self._relax(tree, weight, spent)
         cost = substitutions(tree, relaxed)
         if self.rule.budget is not None:
             weight = torch.where(cost > 0, weight, 0)
         weight = torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
         return Relaxed(relaxed, weight, cost)
+
+    def tree(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> DraftTree:
+        """The relaxed tree alone, without a pass over the rows for what it costs."""
+        return self._relax(tree, self.weight(tree, hidden), None)
+
+    def _relax(self, tree: DraftTree, weight: Tensor, spent: Tensor | None) -> DraftTree:
+        return relax(tree, self.rule, weight if self.weigh else None, spent=spent)
 
     def weight(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> Tensor:
         """[B, N] the draft's share at each node before any budget, which a kernel takes; NaN if the
@@ -142,20 +148,24 @@ def load_relaxer(relaxation: str | Relaxation, pair: Pair, sampling: Sampling) -
 
 
 def bundle_relaxer(rule: Relaxation, bundle: Bundle, device: torch.device) -> Relaxer:
-    """The relaxer of a bundle's head, whose card says the blend; the string may say it too."""
+    """The relaxer of a bundle's head."""
+    head, bias = bundle.head.to(device), rule.bias or 0.0
+    return Relaxer(
+        settled(rule, bundle),
+        lambda draft, target, hidden: head.weight(draft, target, hidden, bias),
+        head.needs_hidden,
+    )
+
+
+def settled(rule: Relaxation, bundle: Bundle) -> Relaxation:
+    """The relaxation with the blend of the bundle's card, which the string may leave out."""
     blend = bundle.card["head"].get("blend", "probabilities")
     if rule.blend not in ("", blend):
         raise ValueError(
             f"bundle {rule.source} was trained for the blend of {blend}, got {str(rule)!r}; leave"
             " `blend` out"
         )
-    head: WeightHead = bundle.head.to(device)
-    bias = rule.bias or 0.0
-    return Relaxer(
-        replace(rule, blend=blend),
-        lambda draft, target, hidden: head.weight(draft, target, hidden, bias),
-        head.needs_hidden,
-    )
+    return replace(rule, blend=blend)
 
 
 def _checked(function: Callable, source: str) -> Callable:

@@ -318,7 +318,7 @@ class ShapeGatherer:
         )
         states = torch.cat([state.hidden[0].unsqueeze(1), out.hidden.float()], 1)
         tree = DraftTree(tokens, topology.parents, rows, target)
-        return self.relaxer(tree, (hidden, states)).tree
+        return self.relaxer.tree(tree, (hidden, states))
 
     def _call(
         self, model, state: _Roots, cache, topology: Topology, tokens: Tensor, level: int | None

@@ -1,10 +1,12 @@
 """Relaxed targets: every method is exact for the relaxed row, and the budget bounds what relaxing costs."""
 
+import ast
 import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import diversed
 import pytest
 import torch
 from diversed.verifier import METHODS, DraftTree, draw
@@ -315,6 +317,18 @@ def test_a_relaxation_is_written_as_it_is_read(text, canonical, kind):
     assert rule.base == canonical.split(";")[0]
 
 
+def test_a_label_says_what_tells_a_relaxation_from_others_of_its_kind():
+    texts = ["none", "ensemble:0.30;blend=logits", "a/b;bias=-1", "a.b:SUMS_ORACLE", "cascade-opt:0.2;budget=1e-7"]
+    assert [parse(text).label for text in texts] == [
+        "", "0.3, blend logits", "bias \N{MINUS SIGN}1", "sums oracle", "cascade-opt 0.2, budget 1e\N{MINUS SIGN}07"
+    ]  # fmt: skip
+
+
+def test_a_bundle_need_not_be_written_to_be_named(tmp_path):
+    assert str(Relaxation.of_bundle(tmp_path)) == str(tmp_path)
+    assert parse(str(Relaxation.of_bundle(tmp_path, 2))) == parse(f"{tmp_path};bias=2")
+
+
 @pytest.mark.parametrize(
     "text, sentence",
     [
@@ -347,3 +361,52 @@ def test_a_weight_is_asked_for_where_it_is_needed_and_only_there():
         relax(tree, "lenient:0.5", torch.ones(tree.tokens.shape))
     with pytest.raises(ValueError, match="one share a node"):
         relax(tree, "learned", torch.ones(1, 1))
+
+
+# Nobody else knows how the string is written
+
+FOLDER = Path(diversed.__file__).parent
+METHODS_OF_TEXT = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "removeprefix"}
+OPTIONS = (";bias=", ";blend=", ";budget=")
+
+
+def takes_apart(source: str) -> set[int]:
+    """Lines that write an option of a relaxation with a value, cut a text at `;`, or look into its text."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            texts = [part.value if isinstance(part, ast.Constant) else "" for part in node.values]
+            bad = any(text.endswith(OPTIONS) for text in texts[:-1]) or texts[0] in OPTIONS
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            given = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            about = ast.unparse(node.func.value)
+            bad = node.func.attr in METHODS_OF_TEXT and (";" in given or "relaxation" in about)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and isinstance(node.left, ast.Constant):
+            bad = str(node.left.value).removeprefix(";").startswith(("bias=", "blend=", "budget="))
+        else:
+            bad = isinstance(node, ast.Constant) and node.value in (";blend=logits", *OPTIONS)
+        if bad:
+            found.add(node.lineno)
+    return found
+
+
+def test_only_this_module_takes_the_string_of_a_relaxation_apart():
+    files = [path for path in FOLDER.rglob("*.py") if not {"tests", "verifier"} & {*path.parts[len(FOLDER.parts) :]}]
+    files += [path for path in (FOLDER / "verifier").rglob("*.py") if path.name != "relax.py"]
+    found = {str(path.relative_to(FOLDER)): takes_apart(path.read_text(encoding="utf-8")) for path in files}
+    assert len(found) > 60 and not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'f"{bundle};bias={bias:g}"',
+        'f";blend={blend}"',
+        'relaxation.split(";")[0]',
+        'row["relaxation"].startswith("ensemble:")',
+        '"blend=logits" in row["relaxation"]',
+        'str(bundle) + ";blend=logits"',
+    ],
+)
+def test_taking_it_apart_is_noticed(line):
+    assert takes_apart(line) == {1}

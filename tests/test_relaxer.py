@@ -36,6 +36,7 @@ def test_a_rule_is_applied_and_its_price_is_told(text):
     relaxed = Relaxer(rule)(tree)
     expected = relax(tree, rule)
     assert torch.equal(relaxed.tree.target, expected.target)
+    assert torch.equal(Relaxer(rule).tree(tree).target, expected.target)
     assert torch.equal(relaxed.cost, substitutions(tree, expected))
     ran = tree.draft.sum(-1) > 0
     assert relaxed.weight.isnan()[~ran].all() and (~ran).any()
@@ -105,6 +106,7 @@ def test_a_kernel_can_take_over_blends_of_probabilities_without_a_budget(text, f
     assert Relaxer(rule, own if rule.name == "learned" else None).fusible == fusible
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("weigh", [None, own])
 def test_a_compiled_step_can_hold_a_relaxer(weigh):
     """No branch on a tensor, no wait for the host: the graph breaks nowhere."""

@@ -96,9 +96,9 @@ def arguments(pair, relaxation, drafting=(), **options):
 
 
 def chosen(relaxation):
-    """The rule, and the gate where there is one, on the CPU."""
-    rule, head, _ = plugin.chosen(relaxation)
-    return rule, copy.deepcopy(head).cpu() if head else None
+    """The rule, and the head if there is one, on the CPU."""
+    rule, bundle = plugin.chosen(relaxation)
+    return rule, copy.deepcopy(bundle.head).cpu() if bundle else None
 
 
 def law(pair, rule, head):

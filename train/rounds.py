@@ -51,7 +51,6 @@ def run_rounds(
     max_drop: float,
     relaxation: str,
     samples: int,
-    blend: str = "",
     all_rounds: bool = False,
 ) -> tuple[Path, float]:
     """Up to `most` rounds; (folder of the last trained head, its bias). Finished stages are skipped
@@ -59,7 +58,6 @@ def run_rounds(
 
     max_drop:   loss of mean reward that the operating point may cost, in the reward's own unit.
     relaxation: what the first round's texts are sampled from; samples: texts a prompt and round.
-    blend: what a relaxation by a trained bundle ends in, ";blend=logits" or nothing.
     all_rounds: go on after agreement, for comparisons at an equal number of texts.
     """
     rows: list[dict] = []
@@ -84,7 +82,7 @@ def run_rounds(
         write_whole(out / "rounds.json", json.dumps(rows, indent=2) + "\n")
         print(_line(rows[-1]), flush=True)
         stages.export(str(here / "train"), str(here / "bundle"), bias)
-        relaxation = f"{here / 'bundle'}{blend}"
+        relaxation = str(here / "bundle")
         if row["agrees"] and not all_rounds:
             break
     return here / "train", bias

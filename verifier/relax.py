@@ -76,6 +76,11 @@ class Relaxation:
     source: str = ""
     blend: str = "probabilities"
 
+    @classmethod
+    def of_bundle(cls, folder: str | Path, bias: float | None = None) -> Relaxation:
+        """The relaxation by the head of a bundle, which need not be written yet."""
+        return cls("learned", bias=bias, source=str(folder), blend="")
+
     def __str__(self) -> str:
         options = [f"{key}={value}" for key, value in self.options.items()]
         return ";".join([self.base, *options])
@@ -127,6 +132,16 @@ class Relaxation:
         if self.is_code:
             return "code"
         return {"none": "exact", "ensemble": "static", "learned": "learned"}.get(self.name, "other")
+
+    @property
+    def label(self) -> str:
+        """What tells it from others of its kind, in words: `0.3, bias 1`."""
+        words = {"exact": "", "static": ",".join(map(_written, self.parameters)), "learned": ""}
+        words["code"] = self.source.rpartition(":")[2].replace("_", " ").lower()
+        words["other"] = self.base.replace(":", " ")
+        options = [f"{key} {value}" for key, value in self.options.items()]
+        options = [option.replace("-", "\N{MINUS SIGN}") for option in options]
+        return ", ".join(filter(None, [words[self.kind], *options]))
 
     @property
     def constant(self) -> float | None:
@@ -356,13 +371,13 @@ def _base(text: str, base: str, recorded: bool) -> Relaxation:
     if base == "learned":
         return Relaxation("learned")
     if "/" in base or "\\" in base:
-        return Relaxation("learned", source=base, blend="")
+        return Relaxation.of_bundle(base)
     if base and Path(base).is_dir():  # as a path it cannot be taken for code
-        return Relaxation("learned", source=f"./{base}" if ":" in base else base, blend="")
+        return Relaxation.of_bundle(f"./{base}" if ":" in base else base)
     if _CODE.fullmatch(base):
         return Relaxation("learned", source=base)
     if base and recorded:
-        return Relaxation("learned", source=base, blend="")
+        return Relaxation.of_bundle(base)
     known = [*RULES, "learned"]
     near = get_close_matches(name, known, 1, 0.5)
     known = f"known are {', '.join(known)}, a bundle folder and package.module:NAME"
