@@ -174,7 +174,7 @@ class Folder:
         state: entries that stand in the file beside the settings and may change later.
         anew: whether nothing is there yet that other settings would spoil.
         """
-        with self._first():
+        with self.turn():
             before = {} if anew else self.begun()
             self.refuse_others(before or settings, settings)
             if not before:
@@ -200,12 +200,12 @@ class Folder:
         return list(units[self.shard_index :: self.num_shards])
 
     @contextmanager
-    def _first(self) -> Iterator[None]:
-        """Let one process after another look for settings and write them."""
+    def turn(self) -> Iterator[None]:
+        """Let one process after another look at what all of them have written, and write."""
         if self.num_shards == 1:
             yield
             return
-        with _open_lock(self.path / ".begin") as file:
+        with _open_lock(self.path / ".turn") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -263,9 +263,14 @@ class Progress:
         print(f"{start}{self.line(now)}", end=end, file=sys.stderr, flush=True)
 
     @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return max(time.monotonic() - self.began, 1e-9)
+
+    @property
     def rate(self) -> str:
         """Tokens per second of this run."""
-        return f"{self.tokens / max(time.monotonic() - self.began, 1e-9):,.0f} tokens/s"
+        return f"{self.tokens / self.seconds:,.0f} tokens/s"
 
     def line(self, now: float) -> str:
         """What is done, how fast it went and how long the rest will take."""

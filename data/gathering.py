@@ -1,27 +1,26 @@
-"""Gather traces: prompts -> sampled texts under a relaxation, their rewards, and the scalars a head
-is trained on.
+"""Gather traces: prompts -> sampled texts under a relaxation, their rewards, and the scalars from
+which a head is trained.
 
-Work is cut into fixed units of prompts, one shard file each, decoded with a fixed batch and thread
-count, so that
-floating point repeats: a run that was killed and started again ends with the same bytes. Several
-processes may share a folder (`num_shards`, `shard_index`, by default from the launcher's
-environment); the last to finish writes the manifest, which equals that of a single process.
+Work is cut into fixed units of prompts, one shard file each, and decoded with a fixed batch and
+thread count, so that floating point repeats: a run that was killed and started again ends with the
+same bytes. Several processes may share a folder, each with a manifest of its own shards. Whoever
+finds all shards there writes the manifest of the whole, which equals that of a single process.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..files import exclusive, sha256, versions, within
+from ..files import Folder, Progress, cut_units, sha256, versions, within
 from ..runtime.completion import cut
 from ..runtime.groups import Models, SharedRun
-from ..runtime.model import Model, Pair
+from ..runtime.model import Pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
@@ -29,8 +28,8 @@ from ..verifier.relax import parse
 from .columns import bytes_per_token
 from .scores import mean_log_probability
 from .selection import SplitPrompts
-from .tasks import Task
-from .traces import MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
+from .tasks import Example, Task
+from .traces import FORMAT, MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
@@ -82,31 +81,25 @@ class Stored:
 def gather_traces(
     run: SharedRun, models: Models, prompts: SplitPrompts, rollouts: Rollouts, stored: Stored
 ) -> Path:
-    """Sample texts under a relaxation and store what a head needs to learn from them; the folder."""
+    """Sample texts under a relaxation and store what a head needs to learn from them; a folder that
+    was begun with the same options is continued.
+    """
     within(0, MOST_SEED, seed=prompts.seed)
-    num_shards, shard_index = run.share()
-    relaxation, sampling = rollouts.relaxation, rollouts.sampling
-    parsed = parse(relaxation)
+    folder = run.folder(MANIFEST)
+    parse(rollouts.relaxation)
     run.use_threads()
     pair = models.load()
-    relaxer = load_relaxer(parsed, pair, sampling)
-    if relaxer.rule.blend == "logits":  # which a bundle's card says, and training must know
-        relaxation = str(relaxer.rule)
+    relaxer = load_relaxer(rollouts.relaxation, pair, rollouts.sampling)
     task = prompts.load()
     new_tokens = prompts.max_new_tokens or task.max_new_tokens
+    limit = min(prompts.max_prompt_tokens, room(pair, new_tokens))
+    encoded = [task.encode(example, pair.tokenizer, limit) for example in task.examples]
     settings = {
-        "target": _described(pair.target),
-        "draft": _described(pair.draft),
-        "tokenizer": pair.tokenizer_hash,
-        "vocab": pair.vocab,
-        "sampling": vars(sampling),
-        "relaxation": relaxation,
-        "task": prompts.task,
-        "source": task.source,
-        "split": prompts.split,
-        "metric": task.metric,
+        **pair.settings,
+        "sampling": vars(rollouts.sampling),
+        "relaxation": rollouts.relaxation,
         "seed": prompts.seed,
-        "prompts": len(task.examples),
+        "prompts": len(encoded),
         "samples": rollouts.samples,
         "first_sample": rollouts.first_sample,
         "unit": stored.unit,
@@ -114,163 +107,160 @@ def gather_traces(
         "max_new_tokens": new_tokens,
         "hidden": stored.hidden,
         "store_logits": stored.store_logits,
+        **task.settings,
+        "prompts_sha256": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(),
         "dtype": str(pair.target.dtype),
         "device": str(pair.target.device),
         "threads": run.threads,
         "versions": versions(),
     }
-    if parsed.folder and (head := parsed.folder / "head.safetensors").is_file():
+    rule = relaxer.rule
+    if rule.blend == "logits":  # a bundle's card says so, and training must know
+        settings["relaxation"] = str(rule)
+    if rule.folder and (head := rule.folder / "head.safetensors").is_file():
         settings["gate"] = sha256(head)  # texts of two heads must not be mixed under one name
     sampler = Sampler(
-        pair, relaxer, sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
+        pair, relaxer, rollouts.sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
     )
-    out = Path(run.out)
-    lock = out if num_shards == 1 else out / f".worker-{shard_index}-of-{num_shards}"
-    with exclusive(lock):
-        return _Gathering(out, settings, sampler, task, num_shards, shard_index).run()
-
-
-def _described(model: Model) -> dict:
-    return {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
+    return _Gathering(folder, settings, sampler, task, encoded).run()
 
 
 class _Gathering:
-    """One process's part of a folder of traces."""
+    """One process's part of a folder of traces; `entries` are those of the shards that are there,
+    whoever wrote them.
+    """
 
     def __init__(
         self,
-        out: Path,
+        folder: Folder,
         settings: dict,
         sampler: Sampler,
         task: Task,
-        num_shards: int,
-        shard_index: int,
+        prompts: list[list[int]],
     ):
-        self.out, self.settings, self.sampler, self.task = out, settings, sampler, task
-        self.num_shards = num_shards
-        units = -(-len(task.examples) // settings["unit"])
-        self.units = range(shard_index, units, num_shards)
-        self.name = MANIFEST if num_shards == 1 else f"manifest.{shard_index}-of-{num_shards}.json"
-        self.entries: dict[int, dict] = {}
+        self.folder, self.settings, self.sampler = folder, settings, sampler
+        self.task, self.prompts = task, prompts
+        self.units = cut_units(len(prompts), settings["unit"])
+        self.entries: dict[str, dict] = {}
 
     def run(self) -> Path:
-        self._resume()
-        missing = [unit for unit in self.units if unit not in self.entries]
-        if not missing:
-            print(f"{self.out}: traces are complete, nothing to gather")
-        else:
-            print(self._estimate(len(missing)))
-            self._gather(missing)
-        self._write(complete=True)
-        self._merge()
-        return self.out
+        out = self.folder.path
+        with self.folder.held():
+            state = {"format": FORMAT, "complete": False, "shards": []}
+            self.folder.begin(self.settings, state)
+            self._keep()
+            mine = self.folder.share_of(self.units)
+            missing = [unit for unit in mine if self._file(unit) not in self.entries]
+            if missing:
+                print(self._estimate(len(missing)))
+                self._gather(missing, len(mine))
+            else:
+                print(f"{out}: traces are complete, nothing to gather")
+            self._finish()
+        return out
 
-    def _resume(self) -> None:
-        """Keep the shards of an earlier run with the same settings; refuse other settings, name
-        damaged shards.
-        """
-        if not (self.out / self.name).is_file():
-            return
-        manifest = read_manifest(self.out, incomplete=True, name=self.name)
-        for key, value in self.settings.items():
-            if manifest.get(key) != value:
-                raise ValueError(
-                    f"{self.out} was gathered with {key} {manifest.get(key)!r}, now it is"
-                    f" {value!r}; choose another --out or delete the folder"
-                )
-        for entry in manifest["shards"]:
-            try:
-                read_shard(self.out, entry, manifest)
-            except (ValueError, OSError) as error:
-                print(f"gathering anew: {error}")
-                continue
-            self.entries[int(entry["file"].removeprefix("shard-").split(".")[0])] = entry
+    def _file(self, unit: range) -> str:
+        return f"shard-{unit.start // self.settings['unit']:05d}.safetensors"
+
+    def _manifests(self) -> list[dict]:
+        """The manifest of the whole and those of the processes, of which some may be missing."""
+        paths = sorted(self.folder.path.glob("manifest*.json"))
+        manifests = [read_manifest(path.parent, incomplete=True, name=path.name) for path in paths]
+        for manifest in manifests:
+            self.folder.refuse_others(manifest, self.settings)
+        return manifests
+
+    def _keep(self) -> None:
+        """Keep the shards of earlier runs and of other processes; damaged ones are named."""
+        for manifest in self._manifests():
+            for entry in manifest["shards"]:
+                if entry["file"] in self.entries:
+                    continue
+                try:
+                    read_shard(self.folder.path, entry, manifest)
+                except (ValueError, OSError) as error:
+                    print(f"gathering anew: {error}")
+                else:
+                    self.entries[entry["file"]] = entry
 
     def _estimate(self, units: int) -> str:
-        s = self.settings
+        s, out = self.settings, self.folder.path
         texts = min(units * s["unit"], s["prompts"]) * s["samples"]
         numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
         each = bytes_per_token(numbers, s["store_logits"])
         most = texts * s["max_new_tokens"] * each
-        self.out.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.out).free
+        free = shutil.disk_usage(out).free
         warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
         return (
             f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a"
-            f" token: at most {most / 1e6:,.1f} MB in {self.out}{warning}"
+            f" token: at most {most / 1e6:,.1f} MB in {out}{warning}"
         )
 
-    def _gather(self, missing: list[int]) -> None:
-        from ..runtime.progress import bar
-
-        began, tokens = time.perf_counter(), 0
-        with bar() as progress:
-            step = progress.add_task("gather", total=len(self.units), completed=len(self.entries))
+    def _gather(self, missing: list[range], share: int) -> None:
+        folder = self.folder
+        name = MANIFEST if folder.num_shards == 1 else f"manifest.{folder.share}.json"
+        with Progress("gather", share, share - len(missing)) as progress:
             for unit in missing:
                 shard = self._unit(unit)
-                self.entries[unit] = write_shard(self.out, unit, shard)
-                self._write(complete=False)
-                tokens += shard.tokens
-                rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
-                progress.update(step, advance=1, description=f"gather {rate}")
-                if progress.disable:
-                    print(
-                        f"shard {unit}: {len(self.entries)}/{len(self.units)}, {rate}", flush=True
-                    )
-        seconds = time.perf_counter() - began
+                number = unit.start // self.settings["unit"]
+                self.entries[self._file(unit)] = write_shard(folder.path, number, shard)
+                self._write(name, complete=False)
+                progress.add(tokens=shard.tokens)
         print(
-            f"gathered {tokens} tokens in {seconds:.1f} s, {rate} (sampled tokens, the end token"
-            " included)"
+            f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"
+            " (sampled tokens, the end token included)"
         )
 
-    def _unit(self, unit: int) -> Shard:
+    def _unit(self, unit: range) -> Shard:
         """Sample and score one unit of prompts."""
-        size, samples, sampler = self.settings["unit"], self.settings["samples"], self.sampler
-        first = unit * size
-        examples = self.task.examples[first : first + size]
-        limit = min(self.settings["max_prompt_tokens"], room(sampler.pair, sampler.max_new_tokens))
-        prompts = {
-            first + i: self.task.encode(e, sampler.pair.tokenizer, limit)
-            for i, e in enumerate(examples)
-        }
-        seed, begin = self.settings["seed"], self.settings["first_sample"]
-        texts = sampler.run(
-            prompts,
+        samples, seed = self.settings["samples"], self.settings["seed"]
+        begin = self.settings["first_sample"]
+        texts = self.sampler.run(
+            {number: self.prompts[number] for number in unit},
             samples,
             lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample),
         )
-        rewards = [self._reward(text, examples[i // samples]) for i, text in enumerate(texts)]
-        names = [name for name in prompts for _ in range(samples)]
-        return as_shard(texts, names, [begin + i % samples for i in range(len(texts))], rewards)
+        owners = [number for number in unit for _ in range(samples)]
+        examples = self.task.examples
+        rewards = [
+            self._reward(text, examples[owner]) for text, owner in zip(texts, owners, strict=True)
+        ]
+        return as_shard(texts, owners, [begin + i % samples for i in range(len(texts))], rewards)
 
-    def _reward(self, text: Sample, example) -> float:
+    def _reward(self, text: Sample, example: Example) -> float:
         if not self.task.scores_text:
             return mean_log_probability(text.columns["target_prob"].tolist())
         answer = self.sampler.pair.tokenizer.decode(text.tokens, skip_special_tokens=True)
         return self.task.score(cut(answer, self.task.stop), example)
 
-    def _write(self, complete: bool) -> None:
-        shards = [self.entries[unit] for unit in sorted(self.entries)]
+    def _write(self, name: str, complete: bool) -> None:
+        shards = [self.entries[file] for file in sorted(self.entries)]
         write_manifest(
-            self.out, {"complete": complete, **self.settings, "shards": shards}, self.name
+            self.folder.path, {"complete": complete, **self.settings, "shards": shards}, name
         )
 
-    def _merge(self) -> None:
-        """Where every process has finished, write the manifest of the whole."""
-        if self.num_shards == 1:
-            return
-        parts = [f"manifest.{i}-of-{self.num_shards}.json" for i in range(self.num_shards)]
-        if not all((self.out / part).is_file() for part in parts):
-            return
-        manifests = [read_manifest(self.out, incomplete=True, name=part) for part in parts]
-        if all(manifest["complete"] for manifest in manifests):
-            shards = sorted(
-                (entry for m in manifests for entry in m["shards"]), key=lambda entry: entry["file"]
-            )
-            # Two processes may end at the same moment: each writes a file of its own, and either
-            # may come last.
-            whole = {"complete": True, **self.settings, "shards": shards}
-            os.replace(write_manifest(self.out, whole, f"{self.name}.whole"), self.out / MANIFEST)
+    def _finish(self) -> None:
+        """Write the manifest of the whole if all shards are there and it does not say so yet."""
+        out = self.folder.path
+        with self.folder.turn():
+            manifests = self._manifests()
+            for manifest in manifests:
+                for entry in manifest["shards"]:
+                    path = out / entry["file"]
+                    if path.name in self.entries or not path.is_file():
+                        continue
+                    if sha256(path) == entry["sha256"]:
+                        self.entries[path.name] = entry
+            if len(self.entries) < len(self.units):
+                print(f"{out}: other processes have shards to gather; the last writes {MANIFEST}")
+                return
+            if gone := [file for file in sorted(self.entries) if not (out / file).is_file()]:
+                raise FileNotFoundError(
+                    f"{out / gone[0]} is missing, it was deleted while the traces were gathered;"
+                    " run `diversed gather` again with the same options"
+                )
+            if not any(manifest["complete"] for manifest in manifests):
+                self._write(MANIFEST, complete=True)
 
 
 def as_shard(

@@ -8,12 +8,15 @@ a smaller `limit` is the beginning of a larger one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ..files import within
 from . import sandbox
@@ -33,7 +36,8 @@ class Task:
 
     score_name:     a key of SCORES; metric: its name in tables.
     max_new_tokens: tokens a text may have, the end-of-text included.
-    source:         one line: which rows these are, out of which file.
+    split:          of its rows. source: one line: which rows these are, out of which file.
+    options:        how the rows were read.
     """
 
     name: str
@@ -41,8 +45,22 @@ class Task:
     stop: tuple[str, ...]
     max_new_tokens: int
     score_name: str
-    chat: bool
+    split: str
     source: str
+    options: DataOptions
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides prompts, stops and scores, for the settings of a folder."""
+        rows = json.dumps([astuple(example) for example in self.examples])
+        return {
+            "task": self.name,
+            "source": self.source,
+            "split": self.split,
+            "metric": self.metric,
+            "data": asdict(self.options),
+            "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
+        }
 
     @property
     def metric(self) -> str:
@@ -65,7 +83,7 @@ class Task:
 
     def encode(self, example: Example, tokenizer, max_prompt_tokens: int) -> list[int]:
         """Token ids of the prompt, at most `max_prompt_tokens`; see `data.prompts.encode`."""
-        return encode(example, tokenizer, max_prompt_tokens, self.chat)
+        return encode(example, tokenizer, max_prompt_tokens, self.options.chat)
 
 
 def load_task(
@@ -96,7 +114,14 @@ def load_task(
     load = _sums if name == "sums" else partial(_rows, name)
     examples, source = load(recipe, options, split, limit, seed)
     return Task(
-        name, examples, recipe.stop, recipe.max_new_tokens, recipe.score, options.chat, source
+        name,
+        examples,
+        recipe.stop,
+        recipe.max_new_tokens,
+        recipe.score,
+        split,
+        source,
+        options,
     )
 
 

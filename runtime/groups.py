@@ -7,10 +7,11 @@ line without a prefix. Defaults of one command are those of the instance in its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from ..files import MOST_THREADS, within, worker
+from ..files import MOST_THREADS, Folder, within, worker
 from .drafting import Branches
 from .model import Pair, load_pair
 
@@ -97,6 +98,10 @@ class Run:
     def __post_init__(self):
         within(1, MOST_THREADS, threads=self.threads)
 
+    def folder(self, name: str = "settings.json") -> Folder:
+        """The folder to write to; name: of the file with its settings."""
+        return Folder(Path(self.out), name)
+
     def use_threads(self) -> None:
         """Compute with these threads from here on."""
         torch.set_num_threads(self.threads)
@@ -118,3 +123,8 @@ class SharedRun(Run):
     def share(self) -> tuple[int, int]:
         """(number of processes, index of this one)."""
         return worker(self.num_shards, self.shard_index)
+
+    def folder(self, name: str = "settings.json") -> Folder:
+        """The folder that the processes share; name: of the file with its settings."""
+        num_shards, shard_index = self.share()
+        return Folder(Path(self.out), name, num_shards=num_shards, shard_index=shard_index)

@@ -84,6 +84,11 @@ class Model:
             self._hash = fingerprint(self.module)
         return self._hash
 
+    @property
+    def described(self) -> dict[str, object]:
+        """What tells this model from others, for the settings of a folder."""
+        return {"name": self.name, "hash": self.hash, "hidden_size": self.hidden_size}
+
     def cache(self, capacity: int) -> PackedCache:
         """An empty cache with room for `capacity` tokens a row."""
         return PackedCache(1 if self.lean else self.layers, capacity)
@@ -229,6 +234,16 @@ class Pair:
     @property
     def tokenizer_hash(self) -> str:
         return _tokenizer_hash(self.tokenizer)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What of the pair decides texts and traces, for the settings of a folder."""
+        return {
+            "target": self.target.described,
+            "draft": self.draft.described,
+            "tokenizer": self.tokenizer_hash,
+            "vocab": self.vocab,
+        }
 
 
 def load_pair(

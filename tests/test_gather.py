@@ -1,5 +1,7 @@
 """Gathering: the law of the texts, the scalars, the bytes after a kill, and what is refused."""
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import pytest
 import torch
 from diversed.commands.gather import gather
 from diversed.commands.options import call
+from diversed.data import gathering
 from diversed.data.columns import bytes_per_token
 from diversed.data.gathering import as_shard
 from diversed.data.tasks import DataOptions
@@ -152,6 +155,85 @@ def test_gathering_in_two_processes_gives_the_manifest_of_one(workplace):
     assert 0 < rewards.mean() < 1
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1), (0, 1, 2)])
+def test_a_process_without_work_is_no_error_and_the_folder_becomes_complete(workplace, order, capsys):
+    folder, options = workplace
+    options, out = options | {"unit": 10}, folder / f"three-{order[0]}"
+    call(gather, out=str(folder / "whole-10"), **options)
+    for index in order:
+        call(gather, out=str(out), **options, num_shards=3, shard_index=index)
+    assert (folder / "whole-10/manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
+    assert "other processes have shards to gather; the last writes manifest.json" in capsys.readouterr().out
+
+
+def test_a_folder_begun_by_two_processes_is_finished_by_one(workplace):
+    folder, options = workplace
+    call(gather, out=str(folder / "half"), **options, num_shards=2, shard_index=1)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "half").glob("shard-*")}
+    call(gather, out=str(folder / "half"), **options)
+    call(gather, out=str(folder / "one"), **options)
+    assert len(before) == 2 and all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert (folder / "one/manifest.json").read_bytes() == (folder / "half/manifest.json").read_bytes()
+
+
+def test_a_finished_folder_is_never_written_to(workplace, capsys):
+    folder, options = workplace
+    call(gather, out=str(folder / "one"), **options)
+    files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (folder / "one").glob("[!.]*")}
+    for share in ({}, {"num_shards": 2, "shard_index": 0}, {"num_shards": 9, "shard_index": 8}):
+        call(gather, out=str(folder / "one"), **options, **share)
+        assert "traces are complete, nothing to gather" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="was begun with seed 0, now it is 7"):
+            call(gather, out=str(folder / "one"), **{**options, "seed": 7}, **share)
+    now = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (folder / "one").glob("[!.]*")}
+    assert now == files
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"template": "Q: {prompt}"}, "was begun with data.template None, now it is 'Q: {prompt}'"),
+        ({"stop": ("w3",)}, r"was begun with data.stop None, now it is \['w3'\]"),
+        ({"reference_field": "other"}, "was begun with data.reference_field 'answer', now it is 'other'"),
+        ({"prompt_field": "other"}, "was begun with data.prompt_field 'question', now it is 'other'"),
+        ({}, "was begun with rows_sha256 "),
+    ],
+)
+def test_everything_that_decides_the_texts_is_in_the_settings(tmp_path, workplace, change, sentence):
+    _, options = workplace
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"question": f"w2 w{i}", "other": f"w3 w{i}", "answer": "w4"}) + "\n" for i in range(2, 6)]
+    path.write_text("".join(lines))
+    data = dataclasses.replace(options["data"], path=str(path))
+    options = options | {"prompts": 4, "unit": 2, "samples": 1, "data": data, "out": str(tmp_path / "out")}
+    call(gather, **options, num_shards=2, shard_index=0)
+    if not change:
+        path.write_text("".join(lines[:3]) + lines[3].replace("w4", "w6"))
+    with pytest.raises(ValueError, match=sentence):
+        call(gather, **options | {"data": dataclasses.replace(data, **change)}, num_shards=2, shard_index=1)
+    assert len(list((tmp_path / "out").glob("shard-*"))) == 1 and not read_manifest(tmp_path / "out", True)["complete"]
+
+
+def test_a_folder_that_was_emptied_while_it_was_written_is_not_complete(workplace, monkeypatch):
+    folder, options = workplace
+    write, written = gathering.write_shard, []
+
+    def emptied(to, number, shard):
+        for path in written:
+            path.unlink(missing_ok=True)
+        entry = write(to, number, shard)
+        written.append(to / entry["file"])
+        return entry
+
+    monkeypatch.setattr(gathering, "write_shard", emptied)
+    with pytest.raises(FileNotFoundError, match="shard-00000.safetensors is missing, it was deleted while"):
+        call(gather, out=str(folder / "emptied"), **options)
+    assert not read_manifest(folder / "emptied", incomplete=True)["complete"]
+    monkeypatch.undo()
+    call(gather, out=str(folder / "emptied"), **options)
+    assert read_manifest(folder / "emptied")["complete"]
+
+
 def test_a_killed_run_resumes_to_the_same_bytes(workplace):
     folder, options = workplace
     call(gather, out=str(folder / "whole"), **options)
@@ -188,8 +270,8 @@ def test_a_damaged_shard_is_named_and_gathered_anew(workplace, capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"seed": 5}, "was gathered with seed 0, now it is 5; choose another --out"),
-        ({"relaxation": "ensemble:0.7"}, "was gathered with relaxation 'ensemble:0.3'"),
+        ({"seed": 5}, "was begun with seed 0, now it is 5; .*choose another --out"),
+        ({"relaxation": "ensemble:0.7"}, "was begun with relaxation 'ensemble:0.3'"),
         ({"out": "other", "relaxation": "ensemble:1.7"}, r"\[0, 1\]"),
         ({"out": "other", "samples": 0}, "`samples` must be at least 1"),
         ({"out": "other", "samples": 1 << 17}, "`samples` must be at most 65536"),

@@ -68,7 +68,7 @@ def test_rounds_run_to_agreement_and_the_second_time_only_read(quick, tmp_path, 
     assert cli.main(["export", "--train", str(out / "round-1/train"), "--out", bundle, "--bias", "-1"]) == 0
     words = ["gather", "--config", str(quick), "--out", str(out / "round-2/traces"), "--relaxation", bundle]
     assert cli.main([*words, "--first_sample", "2"]) == 2
-    assert "was gathered with gate " in capfd.readouterr().err
+    assert "was begun with gate " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
