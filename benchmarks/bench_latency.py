@@ -16,7 +16,7 @@ from itertools import product
 from ..runtime.engine import Engine
 from ..runtime.model import Pair
 from ..runtime.sampling import Sampling
-from ..selector.labels import CHAINS
+from ..verifier.methods import METHODS
 from .bench_step import milliseconds
 from .timing import in_turns, seconds
 from .workload import Workload, call_after
@@ -56,7 +56,7 @@ def run(
         )
         for method in methods
         for shape in shapes
-        if method not in CHAINS or "x" not in shape
+        if METHODS[method].drafting != "chain" or "x" not in shape
     }
 
     def step(engine: Engine, turn: int) -> float:

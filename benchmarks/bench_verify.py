@@ -16,9 +16,10 @@ from itertools import product
 
 import torch
 
-from ..verifier.enumerate_laws import chain, full_tree, paths
+from ..verifier.enumerate_laws import full_tree, paths
 from ..verifier.law import DraftTree, draw
 from ..verifier.methods import METHODS
+from ..verifier.tree import chain
 from .timing import in_turns, row, seconds
 
 # What is drafted for every drafting law: a chain of 8, eight tokens as 2 paths, or a binary tree of

@@ -25,7 +25,6 @@ from ..verifier.enumerate_laws import (
     KINDS,
     Drafts,
     Pair,
-    chain,
     delayed,
     drafts,
     full_tree,
@@ -34,8 +33,9 @@ from ..verifier.enumerate_laws import (
     random_pair,
     text_law,
 )
-from ..verifier.law import Law, depths, draw
+from ..verifier.law import Law, draw
 from ..verifier.methods import METHODS, Method, method
+from ..verifier.tree import chain, topology
 
 TEXTS = 400_000
 FALSE_ALARM = 1e-4
@@ -97,7 +97,7 @@ def enumerated(
         for vocabulary in (2, 3):
             for parents in SHAPES[drafting]:
                 generator = torch.Generator().manual_seed(seed + count)
-                pair = random_pair(vocabulary, max(depths(parents)) + 1, kind, generator)
+                pair = random_pair(vocabulary, topology(parents).depth + 1, kind, generator)
                 every = drafts(pair, drafting, parents)
                 found = text_law(
                     every, _law_on(entry, every, device, dtype), pair.target, pair.length

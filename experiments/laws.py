@@ -19,15 +19,15 @@ import torch
 from diversed.commands.bench import measure
 from diversed.verifier.enumerate_laws import (
     Pair,
-    chain,
     drafts,
     full_tree,
     mean_length,
     paths,
     random_pair,
 )
-from diversed.verifier.law import DraftTree, depths, expected_length
+from diversed.verifier.law import DraftTree, expected_length
 from diversed.verifier.methods import DRAFTINGS, METHODS
+from diversed.verifier.tree import chain, topology
 from torch import Tensor
 
 # the rival that a method is set against in the table of accepted tokens
@@ -146,7 +146,7 @@ def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     count, nodes = every.contexts.shape
     vocabulary = pair.target.shape[1]
     size = nodes * vocabulary
-    depth = torch.tensor(depths(parents), dtype=torch.float64)
+    depth = torch.tensor(topology(parents).depths, dtype=torch.float64)
     gain = (every.probability[:, None] * depth).repeat_interleave(vocabulary, 1).flatten()
     child = (every.contexts.unsqueeze(-1) * vocabulary + 1 + torch.arange(vocabulary)).flatten()
     contexts = sum(vocabulary**level for level in range(pair.length + 1))
@@ -195,7 +195,7 @@ def _sampled(
     draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: str, generator
 ) -> DraftTree:
     """One tree per request, whose rows [B, depth + 1, V] depend on the depth alone."""
-    level = torch.tensor(depths(parents))
+    level = torch.tensor(topology(parents).depths)
     tokens = torch.zeros(len(draft), len(parents), dtype=torch.int64)
     for parent in sorted(set(parents[1:])):
         children = [node for node, above in enumerate(parents) if above == parent]

@@ -362,7 +362,7 @@ def _shape(engine: Engine, index: int):
     """The shape that a topology has."""
     topology = engine.shapes[index]
     widths = [
-        last - first for first, last in zip(topology.levels, topology.levels[1:], strict=False)
+        last - first for first, last in zip(topology.bounds, topology.bounds[1:], strict=False)
     ]
     paths = widths[-1]
     trunk = widths.count(1) - 1 if paths > 1 else 0

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.relax import relax, substitutions
-from .chain import sample, serves
-from .chain import verdict as chain_verdict
+from ..verifier.tree import on_device
+from .chain_twin import sample, serves
+from .chain_twin import verdict as chain_verdict
 from .choosers import StepContext
 from .completion import Completion, Request, cut, stopped
 from .drafting import children
@@ -57,8 +58,8 @@ class Batch:
         self.lengths, self.draft_lengths = ([len(text) - 1 for text in texts] for _ in range(2))
         self.ends = [[*text[:1], *text][-2:] for text in texts]
         self.tensors: dict[str, Tensor] = {}
-        self.serial = serves(engine.law, engine.shape.parents, self.device)
-        self.lanes = 3 + max(lane for shape in engine.shapes for lane in shape.lane_list)
+        self.serial = serves(engine.method, engine.shape.parents, self.device)
+        self.lanes = 2 + max(shape.lanes for shape in engine.shapes)
         self.stock = 0  # steps that `table` still has random numbers for
         self.seed = torch.tensor([request.seed for request in self.requests], device=self.device)
         self.spent = torch.zeros(len(requests), dtype=torch.float64, device=self.device)
@@ -160,14 +161,14 @@ class Batch:
             weight = engine.gate(draft, target, hidden)
         relaxed = relax(tree, engine.relaxation, weight, spent=self.spent)
         if self.serial:
-            verdict = chain_verdict(engine.law, relaxed, coins[:, :2])
+            verdict = chain_verdict(engine.method, relaxed, coins[:, :2])
         else:
-            verdict = draw(engine.law(relaxed), coins[:, :2])
+            verdict = draw(engine.method.unchecked(relaxed), coins[:, :2])
         cost, share = self._price(tree, relaxed, weight, verdict)
         engine.lap("verify")
         # Here the device is read.
         rows, nodes, extra = tokens.tolist(), verdict.node.tolist(), verdict.token.tolist()
-        paths = [self.shape.path_lists[node] for node in nodes]
+        paths = [self.shape.paths[node] for node in nodes]
         blocks = [
             [row[node] for node in path] + [end]
             for row, path, end in zip(rows, paths, extra, strict=True)
@@ -177,7 +178,7 @@ class Batch:
             spent = [done[i].substitutions for i in self.indices]
             self.spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         if len(engine.shapes) > 1:
-            paths = self.shape.paths.to(self.device)
+            paths = on_device(self.shape.padded_paths, self.device)
             states = draft_hidden, target_hidden
             self.before = engine.selector.update(tree, states, verdict.node, paths)
         if not self.even:
@@ -234,12 +235,12 @@ class Batch:
             numbers = engine.selector.features(StepContext(self.before, rows, hidden, self.length))
             self.shape = engine.shapes[engine.selector.select(numbers.tolist(), self.active)]
             paths = numbers[:, 0] if engine.selector.by_request else None
-            self.serial = serves(engine.law, self.shape.parents, self.device)
+            self.serial = serves(engine.method, self.shape.parents, self.device)
         return (rows[:, -1:], hidden[:, -1:] if engine.hidden else None), paths
 
     def _draft_chain(self, root: tuple, coins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`_draft` for a chain: no token is absent but behind its end."""
-        engine, ran, lanes = self.engine, [root] if self.shape.depth else [], self.shape.lane_list
+        engine, ran, lanes = self.engine, [root] if self.shape.depth else [], self.shape.first_lane
         tokens, chances, ended = [self.recent[:, 1:]], [], None
         least = engine.selector.confidence
         for depth in range(self.drafted_depths):
@@ -259,7 +260,7 @@ class Batch:
                     (rows if ended is None else rows.masked_fill(ended.unsqueeze(1), 0), out.hidden)
                 )
             if depth < self.shape.depth:
-                drawn, chances = sample(ran[-1][0], coins[:, lanes[depth + 1]])
+                drawn, chances = sample(ran[-1][0], coins[:, lanes(depth + 1)])
                 token = torch.tensor(drawn, device=self.device).unsqueeze(1)
                 tokens.append(token if ended is None else token.masked_fill(ended, -1))
         rows, hidden = self._padded(ran)
@@ -272,7 +273,7 @@ class Batch:
         """Draw the tree: tokens [B, N], draft rows [B, N, V] (zero where it was not run), hidden
         states [B, N, H].
 
-        root, paths: see `_begin`; coins: [B, lanes] in [0, 1), see `Topology.lanes`.
+        root, paths: see `_begin`; coins: [B, lanes] in [0, 1), see `DraftShape.first_lane`.
         """
         engine, size, ran = self.engine, len(self.length), []
         tokens, (level, hidden), going = self.recent[:, 1:], root, None
@@ -287,18 +288,18 @@ class Batch:
                     if not going.any():
                         self.shape = engine.shapes[depth - 1]
                         break
-                out = self._draft_level(tokens[:, self.shape.levels[depth] :], depth)
+                out = self._draft_level(tokens[:, self.shape.bounds[depth] :], depth)
                 level = probabilities(out.logits.to(self.device), engine.sampling)
                 hidden = out.hidden.to(self.device) if engine.hidden else None
             refuse_nan(level, "draft", self.indices)
             present = (
-                tokens[:, self.shape.levels[depth] :] >= 0 if going is None else going
+                tokens[:, self.shape.bounds[depth] :] >= 0 if going is None else going
             ).unsqueeze(-1)
             level = level * present
             ran.append((level, hidden))
             if depth < self.shape.depth:
-                first, last = self.shape.levels[depth + 1 : depth + 3]
-                coin = coins[:, self.shape.lanes[first:last].to(self.device)].reshape(
+                first, last = self.shape.bounds[depth + 1 : depth + 3]
+                coin = coins.narrow(1, self.shape.first_lane(depth + 1), last - first).reshape(
                     size, level.shape[1], -1
                 )
                 drawn = children(self.shape.drafting, level, coin.shape[-1], coin)
@@ -322,11 +323,11 @@ class Batch:
 
     def _path(self, verdict: Verdict) -> Tensor:
         """[B, L + 1] nodes from the root to the stopping node, which is repeated after it."""
-        return self.shape.paths.to(self.device)[verdict.node]
+        return on_device(self.shape.padded_paths, self.device)[verdict.node]
 
     def _accepted(self, verdict: Verdict) -> Tensor:
         """[B] accepted tokens."""
-        return self.shape.depths.to(self.device)[verdict.node]
+        return on_device(self.shape.depths, self.device)[verdict.node]
 
     def _draft_level(self, tokens: Tensor, depth: int) -> Output:
         """Run the draft on the nodes of one depth, tokens [B, X] of all of them."""
@@ -336,7 +337,7 @@ class Batch:
             return self.engine.pair.draft(
                 found, None, None, self.draft_cache, start, self.engine.hidden
             )
-        first, last = self.shape.levels[depth], self.shape.levels[depth + 1]
+        first, last = self.shape.bounds[depth], self.shape.bounds[depth + 1]
         base = max(self.lengths) + 1
         visible = self._tree_visible(self.length + 1, base, first, last, root=1)
         positions = (self.length + depth).unsqueeze(1).expand(-1, last - first)
@@ -399,7 +400,7 @@ class Batch:
             visible, positions = None, None
         else:
             visible = self._tree_visible(self.length, base, 0, count, root=0)
-            positions = self.length.unsqueeze(1) + self.shape.depths.to(self.device)
+            positions = self.length.unsqueeze(1) + on_device(self.shape.depths, self.device)
         out = engine.pair.target(
             tokens.clamp_min(0), positions, visible, self.target_cache, base, engine.hidden
         )
@@ -460,7 +461,7 @@ class Batch:
             # as these do.
             self.active[row] = not completion.finished and len(new) < room
             reach = shape.depth if self.active[row] else len(new)
-            nodes = zip(shape.depth_list, tokens[row], strict=True)
+            nodes = zip(shape.depths, tokens[row], strict=True)
             drafted = [depth for depth, token in nodes if 0 < depth <= reach and token >= 0]
             accepted = min(len(block) - 1, len(new))
             completion.add_step(new, accepted, drafted, self.engine.depth, cost[row], share[row])
@@ -498,7 +499,7 @@ class Batch:
         self._keep(self.target_cache, base + path, to, real, base + shape.nodes - 1)
         if run := self._drafted_below_root():
             real = (step >= 1) & (step <= accepted.clamp_max(run).unsqueeze(1))
-            self._keep(self.draft_cache, base + path, to, real, base + shape.levels[run + 1] - 1)
+            self._keep(self.draft_cache, base + path, to, real, base + shape.bounds[run + 1] - 1)
 
     def _advance(self, blocks: list[list[int]]) -> None:
         """Commit the blocks of the active rows."""

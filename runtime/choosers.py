@@ -37,7 +37,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, pad
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.multipath import choose_paths
-from .drafting import MAX_NODES, Topology, topology
+from .drafting import MAX_NODES, DraftShape, topology
 
 if TYPE_CHECKING:
     from .model import Pair
@@ -78,7 +78,7 @@ class Shape:
         """Nodes of every depth, the root's first."""
         return [1] * (1 + self.trunk) + [self.paths] * self.length
 
-    def grow(self, drafting: str) -> Topology:
+    def grow(self, drafting: str) -> DraftShape:
         branches = (
             self.paths if drafting in ("paths", "chain") else [self.paths] + [1] * (self.length - 1)
         )
@@ -128,7 +128,7 @@ class Selector:
     looks_back = by_request = False
     confidence = 0.0
 
-    def __init__(self, shapes: list[Topology]):
+    def __init__(self, shapes: list[DraftShape]):
         self.shapes = shapes
 
     def init_state(self, size: int, pair: Pair, device: torch.device) -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ class Selector:
 
         states: hidden, of the draft [B, N, H_draft] and the target [B, N, H_target]; node: [B]
             where each row stopped;
-        paths: [N, L + 1] of the tree, see `Topology`.
+        paths: [N, L + 1] of the tree, see `DraftShape`.
         """
         return ()
 
@@ -196,7 +196,7 @@ class EntropySelector(Selector):
     nats.
     """
 
-    def __init__(self, shapes: list[Topology], threshold: float):
+    def __init__(self, shapes: list[DraftShape], threshold: float):
         super().__init__(shapes)
         self.threshold = threshold
 
@@ -213,7 +213,7 @@ class ConfidenceSelector(Selector):
     drafted if it ended.
     """
 
-    def __init__(self, shapes: list[Topology], confidence: float):
+    def __init__(self, shapes: list[DraftShape], confidence: float):
         super().__init__(shapes)
         self.confidence = confidence
 
@@ -372,7 +372,7 @@ class LearnedSelector(Selector):
 
     def __init__(
         self,
-        shapes: list[Topology],
+        shapes: list[DraftShape],
         network: ShapeNetwork,
         base: int,
         facts: list[list[float]],

@@ -15,13 +15,12 @@ one child: a duplicated trunk child would make the methods for paths biased.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..verifier.law import depths, inverse_cdf
+from ..verifier.law import inverse_cdf
+from ..verifier.tree import Topology
 
 MAX_NODES = 512
 Branches = int | list[int] | str | None  # a text is for `selector.make_selector`
@@ -29,88 +28,46 @@ MAX_PATHS = 64
 
 
 @dataclass(frozen=True)
-class Topology:
-    """Shape of a draft tree, shared by the batch, nodes in order of depth.
-
-    parents: N ints, the root's is -1.
-    levels:  first node of every depth and, last, N: nodes levels[d] .. levels[d+1]-1 have depth d.
+class DraftShape(Topology):
+    """Shape of a draft tree, shared by the batch: parents in order of depth, and how children are
+    drawn.
     """
 
-    drafting: str
-    parents: tuple[int, ...]
-    levels: tuple[int, ...]
+    drafting: str = "chain"
 
     @property
-    def nodes(self) -> int:
-        return len(self.parents)
+    def bounds(self) -> list[int]:
+        """First node of every depth and, last, N: nodes bounds[d] .. bounds[d+1]-1 have depth d."""
+        return [*(level[0] for level in self.levels), self.nodes]
 
-    @property
-    def depth(self) -> int:
-        return len(self.levels) - 2
-
-    @cached_property
-    def depths(self) -> Tensor:
-        """[N] int64 depth of every node."""
-        return torch.tensor(depths(self.parents))
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """[N, N] bool: entry (i, j) says that j is i itself or one of its ancestors."""
-        mask = torch.eye(self.nodes, dtype=torch.bool)
-        for node in range(1, self.nodes):
-            mask[node] |= mask[self.parents[node]]
-        return mask
-
-    @cached_property
-    def paths(self) -> Tensor:
-        """[N, depth + 1] int64 nodes from the root to each node; entries below a node repeat the
-        node.
-        """
-        paths = torch.arange(self.nodes).unsqueeze(1).repeat(1, self.depth + 1)
-        for node in range(1, self.nodes):
-            above = int(self.depths[node])
-            paths[node, :above] = paths[self.parents[node], :above]
-        return paths
-
-    @cached_property
-    def path_lists(self) -> list[list[int]]:
-        """Nodes from the root to each node, the node itself last."""
-        return [
-            path[: depth + 1]
-            for path, depth in zip(self.paths.tolist(), self.depth_list, strict=True)
-        ]
-
-    @cached_property
-    def depth_list(self) -> list[int]:
-        return self.depths.tolist()
-
-    @cached_property
-    def chain(self) -> bool:
-        """Whether no node has two children."""
-        return self.parents == tuple(range(-1, self.nodes - 1))
-
-    @cached_property
-    def lane_list(self) -> list[int]:
-        return self.lanes.tolist()
-
-    @cached_property
-    def lanes(self) -> Tensor:
-        """[N] int64 which of a request's random numbers draws each node; the root needs none and
-        has -1.
+    def first_lane(self, depth: int) -> int:
+        """Which of a request's random numbers draws the first node of a depth; its other nodes
+        take the following ones.
 
         A path has the same lanes whether or not others are drafted beside it.
         """
-        if self.drafting != "paths":
-            return torch.arange(self.nodes) - 1
-        levels = enumerate(pairwise(self.levels))
-        return torch.tensor(
-            [-1] + [(d - 1) * MAX_PATHS + i for d, (a, b) in levels if d for i in range(b - a)]
-        )
+        paths = self.drafting == "paths"
+        return (depth - 1) * MAX_PATHS if paths else self.levels[depth][0] - 1
+
+    @property
+    def lanes(self) -> int:
+        """How many random numbers draw the tree."""
+        if not self.depth:
+            return 0
+        return self.first_lane(self.depth) + len(self.levels[-1])
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether a node may find no token: distinct siblings can exhaust a row's support."""
+        return self.drafting in ("without_replacement", "greedy") and not self.is_chain
+
+
+ROOT = DraftShape((-1,))  # of a step without a draft
 
 
 def topology(
     drafting: str, draft_length: int, branches: int | list[int] = 1, trunk: int = 0
-) -> Topology:
+) -> DraftShape:
     """The tree that a method's drafting law grows.
 
     drafting:     one of the laws above.
@@ -119,7 +76,7 @@ def topology(
     trunk:        single tokens before the first branching.
     """
     counts = [1] * trunk + _branching(drafting, draft_length, branches)
-    parents, levels, frontier = [-1], [0, 1], [0]
+    parents, frontier = [-1], [0]
     for count in counts:
         children = [node for node in frontier for _ in range(count)]
         if len(parents) + len(children) > MAX_NODES:
@@ -130,8 +87,7 @@ def topology(
             )
         frontier = list(range(len(parents), len(parents) + len(children)))
         parents += children
-        levels.append(len(parents))
-    return Topology(drafting, tuple(parents), tuple(levels))
+    return DraftShape(tuple(parents), drafting)
 
 
 def default_branches(drafting: str, draft_length: int) -> int | list[int]:

@@ -18,7 +18,7 @@ from ..verifier.relax import Relaxation, parse
 from .batch import Batch
 from .choosers import Selector, make_selector
 from .completion import Completion, Request, check_stop
-from .drafting import MAX_NODES, Branches, Topology, default_branches, topology
+from .drafting import MAX_NODES, ROOT, Branches, default_branches, topology
 from .graphs import StaticBatch, StaticState, obstacle
 from .model import Pair
 from .relaxer import load_relaxer
@@ -157,13 +157,13 @@ class Engine:
                     f"method `plain` has no draft to relax towards, got relaxation {relaxation!r};"
                     " use `none`"
                 )
-            self.law, self.kernel = methods.method("token").unchecked, None
-            self.selector = Selector([Topology("chain", (-1,), (0, 1))])
+            self.method = methods.method("token")
+            self.selector = Selector([ROOT])
         else:
             chosen = methods.method(method)
             drafting = drafting or chosen.drafting
             chosen.require(drafting)
-            self.law, self.kernel = chosen.unchecked, chosen.kernel
+            self.method = chosen
             within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
             if isinstance(branches, str):
                 self.selector = make_selector(

@@ -46,11 +46,12 @@ from ..verifier.kernels.cuts import cut
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.methods import METHODS
 from ..verifier.relax import relax, substitutions
+from ..verifier.tree import on_device
 from .batch import Batch, not_finite
 from .cache import PackedCache
 from .choosers import StepContext
 from .completion import Completion
-from .drafting import Topology, children
+from .drafting import ROOT, DraftShape, children
 from .model import Model, Output
 from .sampling import Sampling, probabilities
 from .uniforms import uniforms
@@ -62,7 +63,6 @@ BUCKET = (
     256  # capacities are multiples of so many slots, so that few graphs serve texts of all lengths
 )
 KEPT = 2  # steps that an engine keeps; each has caches of its own
-ROOT = Topology("chain", (-1,), (0, 1))
 STATE = ("length", "seed", "spent", "limit", "recent")
 
 
@@ -78,7 +78,7 @@ def obstacle(engine: Engine) -> str:
         return "the two models are on different devices"
     if engine.selector.confidence:
         return "the host must see where the draft is not confident"
-    if engine.law not in (method.unchecked for method in METHODS.values()):
+    if engine.method not in METHODS.values():
         return "a method of your own may wait for the device"
     if engine.gate and engine.gate.checked:
         return "the answers of a gate of your own are looked at"
@@ -142,7 +142,7 @@ class StaticBatch(Batch):
                 self.engine.steps.clear()  # their caches hold what is not finite
                 raise not_finite("draft" if fault == 1 else "target", self.indices[row])
             tokens.append([int(token) for token in rest[:nodes]])
-            path = self.shape.path_lists[int(node)]
+            path = self.shape.paths[int(node)]
             blocks.append([*(tokens[-1][node] for node in path), int(extra)])
             cost.append(rest[nodes : nodes + depth])
             share.append(rest[nodes + depth : nodes + 2 * depth])
@@ -292,14 +292,13 @@ class StaticStep:
         is kept under.
     """
 
-    def __init__(self, state: StaticState, shape: Topology, kernels: bool | None = None):
+    def __init__(self, state: StaticState, shape: DraftShape, kernels: bool | None = None):
         self.state, self.shape, self.engine, self.device = state, shape, state.engine, state.device
         engine, pair, size = state.engine, state.engine.pair, len(state.length)
-        self.depths, self.paths, self.lanes = (
-            x.to(self.device) for x in (shape.depths, shape.paths, shape.lanes)
-        )
+        self.depths = on_device(shape.depths, self.device)
+        self.paths = on_device(shape.padded_paths, self.device)
         self.constant = engine.relaxation.constant
-        self.coins, self.drafted_depths = 3 + int(shape.lanes.max()), shape.depth + engine.leaf
+        self.coins, self.drafted_depths = 2 + shape.lanes, shape.depth + engine.leaf
         self.kernel = _kernel(engine, shape, kernels)
         self.by_rows = bool(
             not self.kernel or engine.gate or _filtered(engine.sampling) or state.root
@@ -368,7 +367,7 @@ class StaticStep:
         coins = uniforms(state.seed, state.length + 1, self.coins)
         tokens, logits, rows, hidden = state.recent[:, 1:], [], [], []
         for depth in range(self.drafted_depths):
-            first, last = shape.levels[depth : depth + 2]
+            first, last = shape.bounds[depth : depth + 2]
             here = tokens[:, first:last]
             if depth:
                 out = self.draft(here, state.length, first)
@@ -379,11 +378,11 @@ class StaticStep:
             present = (here >= 0).unsqueeze(-1)
             rows.append(probabilities(logits[-1], engine.sampling) * present)
             if depth < shape.depth:
-                below, end = shape.levels[depth + 1 : depth + 3]
+                below, end = shape.bounds[depth + 1 : depth + 3]
                 coin = (
                     coins[:, 2:]
-                    .index_select(1, self.lanes[below:end])
-                    .view(len(here), last - first, -1)
+                    .narrow(1, shape.first_lane(depth + 1), end - below)
+                    .reshape(len(here), last - first, -1)
                 )
                 drawn = children(shape.drafting, rows[-1], coin.shape[-1], coin)
                 drawn = torch.where(present, drawn, -1).flatten(1)
@@ -465,7 +464,9 @@ class StaticStep:
         relaxed = relax(
             tree, engine.relaxation, weight if engine.gate else None, spent=self.state.spent
         )
-        return draw(engine.law(relaxed), drafted.coins[:, :2]), substitutions(tree, relaxed)
+        return draw(engine.method.unchecked(relaxed), drafted.coins[:, :2]), substitutions(
+            tree, relaxed
+        )
 
     def _share(self, weight: Tensor, cost: Tensor) -> Tensor:
         """[B, N] the draft's share at each node, as `Batch` has it."""
@@ -488,7 +489,7 @@ class StaticStep:
         tokens, node, state = self.drafted.tokens, verdict.node, self.state
         path, accepted = self.paths[node], self.depths[node]
         cost, share = cost.double().gather(1, path), share.double().gather(1, path)
-        if not self.shape.chain:
+        if not self.shape.is_chain:
             self.target.keep(state.length, path, accepted)
             self.draft.keep(state.length, path, accepted.clamp_max(self.drafted_depths - 1))
         moving = (state.length < state.limit) & (fault == 0)
@@ -553,13 +554,13 @@ class _Side:
     Node -1 is the token before the root.
     """
 
-    def __init__(self, model: Model, cache: PackedCache, shape: Topology, size: int):
+    def __init__(self, model: Model, cache: PackedCache, shape: DraftShape, size: int):
         self.model, self.cache, device = model, cache, model.device
         if cache.positions is None:
             cache.positions = torch.zeros(size, cache.capacity, dtype=torch.long, device=device)
         self.slots, self.last = torch.arange(cache.capacity, device=device), shape.nodes
         self.nodes = torch.arange(-1, shape.nodes, device=device)
-        self.depths = pad(shape.depths, (1, 0), value=-1).to(device)
+        self.depths = on_device((-1, *shape.depths), device)
         # What node -1 and the nodes of the tree see: the committed tokens, each node of the tree,
         # slots after it.
         seen = pad(pad(shape.ancestors, (1, 0), value=True), (0, 1, 1, 0), value=False)
@@ -602,7 +603,7 @@ class _Side:
         )
 
 
-def _kernel(engine: Engine, shape: Topology, wanted: bool | None) -> Callable | None:
+def _kernel(engine: Engine, shape: DraftShape, wanted: bool | None) -> Callable | None:
     """The method's kernel, None where the law must verify.
 
     A budget changes weights from node to node and other rules are no blends: both need rows.
@@ -624,7 +625,7 @@ def _kernel(engine: Engine, shape: Topology, wanted: bool | None) -> Callable | 
         and shape.drafting != "paths"
         and engine.pair.target.dtype.itemsize < 8
     )
-    return engine.kernel if wanted and fits else None
+    return engine.method.kernel if wanted and fits else None
 
 
 def _filtered(sampling: Sampling) -> bool:

@@ -30,7 +30,7 @@ from ..data.traces import read_manifest, write_manifest
 from ..files import sha256, write_whole
 from ..runtime.batch import padded
 from ..runtime.choosers import Shape, parse_shape, row_scalars
-from ..runtime.drafting import Topology, children
+from ..runtime.drafting import DraftShape, children
 from ..runtime.engine import check_prompts
 from ..runtime.model import Pair
 from ..runtime.progress import bar
@@ -41,15 +41,8 @@ from ..runtime.uniforms import uniforms
 from ..verifier.efficiency import block_efficiency, chain_efficiency
 from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.methods import METHODS
+from ..verifier.tree import on_device
 
-CHAINS = ("token", "block")
-AS_TOKEN = (
-    "token",
-    "specinfer",
-    "kseq",
-    "rrsw",
-    "greedy_tree",
-)  # on a chain; the others are block verification there
 LAYOUT = {
     "prompt": "[S] int64 number of the text's prompt",
     "length": "[S] int64 committed tokens before the root",
@@ -103,10 +96,8 @@ class Comb:
         return {key: node for node, key in enumerate(self.keys)}
 
     @cached_property
-    def topology(self) -> Topology:
-        depth = [max(trunk, 0) + step for trunk, _, step in self.keys]
-        levels = [depth.index(level) for level in range(depth[-1] + 1)] + [len(depth)]
-        return Topology(self.drafting, tuple(self._parent(key) for key in self.keys), tuple(levels))
+    def topology(self) -> DraftShape:
+        return DraftShape(tuple(self._parent(key) for key in self.keys), self.drafting)
 
     def _parent(self, key: tuple[int, int, int]) -> int:
         trunk, column, step = key
@@ -131,7 +122,7 @@ class Comb:
 
     def draw(self, rows: Tensor, level: int, coins: Tensor) -> Tensor:
         """Tokens [R, n] of the nodes of depth `level`; rows: [R, N, V] of the draft, coins: [R, N]."""
-        first, last = self.topology.levels[level : level + 2]
+        first, last = self.topology.bounds[level : level + 2]
         tokens = []
         for node in range(first, last):
             trunk, column, step = self.keys[node]
@@ -184,7 +175,7 @@ class ShapeGatherer:
         """By drafting law; that of paths holds the chains of all methods, as long as any."""
         found = {}
         for name in self.methods:
-            if name not in CHAINS:
+            if METHODS[name].drafting != "chain":
                 found[METHODS[name].drafting] = tuple(
                     shape for shape in self.shapes if shape.paths > 1
                 )
@@ -283,12 +274,8 @@ class ShapeGatherer:
                     by = {coupled: _chains(tree, comb, shape, coupled) for coupled in (False, True)}
                 for m, name in enumerate(self.methods):
                     if shape.paths == 1 and drafting == "paths":
-                        found[:, m, a] = by[name not in AS_TOKEN]
-                    elif (
-                        shape.paths > 1
-                        and name not in CHAINS
-                        and METHODS[name].drafting == drafting
-                    ):
+                        found[:, m, a] = by[METHODS[name].on_chain == "block"]
+                    elif shape.paths > 1 and METHODS[name].drafting == drafting:
                         found[:, m, a] = block_efficiency(
                             METHODS[name].unchecked, _part(tree, comb.part(shape))
                         )
@@ -321,15 +308,15 @@ class ShapeGatherer:
         return self.relaxer.tree(tree, (hidden, states))
 
     def _call(
-        self, model, state: _Roots, cache, topology: Topology, tokens: Tensor, level: int | None
+        self, model, state: _Roots, cache, topology: DraftShape, tokens: Tensor, level: int | None
     ):
         """Run a model on the nodes of one depth, or on all but the root."""
-        first, last = topology.levels[level : level + 2] if level else (1, topology.nodes)
+        first, last = topology.bounds[level : level + 2] if level else (1, topology.nodes)
         device = state.length.device
         committed = torch.arange(state.width, device=device) <= state.length[:, None, None]
         seen = topology.ancestors[first:last, 1:last].to(device).expand(len(tokens), -1, -1)
         visible = torch.cat([committed.expand(-1, last - first, -1), seen], -1)
-        positions = state.length.unsqueeze(1) + topology.depths[first:last].to(device)
+        positions = state.length.unsqueeze(1) + on_device(topology.depths[first:last], device)
         return model(
             tokens.clamp_min(0), positions, visible, cache, state.width + first - 1, hidden=True
         )

@@ -56,7 +56,7 @@ from ..runtime.sampling import Sampling
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
-from .labels import CHAINS, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from .labels import ShapeGatherer, gather_shapes, read_labels, shapes_of
 from .latency import Latencies, read_latencies, simulated
 
 WORST = 0.1  # share of a batch in the risk term
@@ -273,7 +273,7 @@ def contexts(
         facts.append(_facts(labels["length"], sampling, costs))
     labels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     shapes = [parse_shape(shape) for shape in manifest["shapes"]]
-    usable = [a for a, shape in enumerate(shapes) if shape.paths == 1 or method not in CHAINS]
+    usable = [a for a, shape in enumerate(shapes) if shape.paths == 1 or METHODS[method].drafting != "chain"]
     shapes = [shapes[a] for a in usable]
     efficiency = labels["efficiency"][:, manifest["methods"].index(method), usable]
     length = labels["length"].numpy().astype(float)

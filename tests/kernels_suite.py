@@ -9,8 +9,8 @@ from diversed.verifier import METHODS
 from diversed.verifier.enumerate_laws import paths
 from diversed.verifier.kernels import NAMES, verify
 from diversed.verifier.kernels.cuts import cut, greedy_cut
-from diversed.verifier.law import depths
 from diversed.verifier.relax import relax, substitutions
+from diversed.verifier.tree import topology
 
 from .support import kernels
 from .support.kernels import CHAIN, SHAPES, TREE, Case, at_every_step, disagreement, random_case
@@ -201,7 +201,7 @@ def test_substitutions_are_those_of_the_relaxation_on_the_accepted_path(method):
         while stop >= 0:
             assert abs(found.substitutions[row, stop].item() - wanted[row, stop].item()) < 1e-6  # float32 rows
             stop = case.parents[stop]
-    assert found.accepted.tolist() == [depths(case.parents)[node] for node in found.verdict.node.tolist()]
+    assert found.accepted.tolist() == [topology(case.parents).depths[node] for node in found.verdict.node.tolist()]
 
 
 def test_the_operation_obeys_torch_and_compiles_whole():

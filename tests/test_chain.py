@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from diversed.runtime.chain import sample, serves, verdict
+from diversed.runtime.chain_twin import sample, serves, verdict
 from diversed.verifier.law import DraftTree, draw, inverse_cdf
-from diversed.verifier.methods import METHODS
+from diversed.verifier.methods import METHODS, Method
 
 CPU = torch.device("cpu")
 
@@ -29,11 +29,11 @@ def chain(generator, batch, length, vocab, noise, sharp):
 def test_a_verdict_is_the_draw_from_the_law(name, vocab, noise, sharp):
     """Two uniforms in a thousand may fall within the rounding of a float32 cumulative sum; here none of 480 does."""
     generator = torch.Generator().manual_seed(vocab)
-    law = METHODS[name].unchecked
+    method = METHODS[name]
     for length in (0, 1, 2, 5):
         tree = chain(generator, 120, length, vocab, noise, sharp)
         uniform = torch.rand(120, 2, generator=generator, dtype=torch.float64)
-        ours, theirs = verdict(law, tree, uniform), draw(law(tree), uniform)
+        ours, theirs = verdict(method, tree, uniform), draw(method.unchecked(tree), uniform)
         assert torch.equal(ours.node, theirs.node) and torch.equal(ours.token, theirs.token)
 
 
@@ -47,10 +47,9 @@ def test_the_largest_uniform_stops_at_a_node_that_is_there(name, dtype):
     rows[1][:, 3:] = 1 / 19
     tokens = torch.cat([tree.tokens, torch.full((400, 2), -1)], 1)
     ended = DraftTree(tokens, (-1, 0, 1, 2, 3), *rows)
-    law = METHODS[name].unchecked
-    ours = verdict(law, ended, torch.full((400, 2), 1 - 2**-53, dtype=torch.float64))
+    ours = verdict(METHODS[name], ended, torch.full((400, 2), 1 - 2**-53, dtype=torch.float64))
     assert int(ours.node.max()) == 2
-    assert (law(ended).stop.gather(1, ours.node.unsqueeze(1)) > 0).all()
+    assert (METHODS[name].unchecked(ended).stop.gather(1, ours.node.unsqueeze(1)) > 0).all()
 
 
 def test_a_sample_is_the_inverse_of_the_cumulative_sum():
@@ -63,7 +62,8 @@ def test_a_sample_is_the_inverse_of_the_cumulative_sum():
 
 
 def test_only_chains_on_a_cpu_are_served():
-    token, line, fork = METHODS["token"].unchecked, (-1, 0, 1), (-1, 0, 0)
-    assert serves(token, line, CPU) and serves(METHODS["block"].unchecked, (-1,), CPU)
-    assert not serves(lambda tree: None, line, CPU) and not serves(METHODS["univer"].unchecked, fork, CPU)
+    token, line, fork = METHODS["token"], (-1, 0, 1), (-1, 0, 0)
+    own = Method(token.unchecked, "chain")
+    assert serves(token, line, CPU) and serves(METHODS["block"], (-1,), CPU)
+    assert not serves(own, line, CPU) and not serves(METHODS["univer"], fork, CPU)
     assert not serves(token, line, torch.device("meta"))

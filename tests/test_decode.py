@@ -9,7 +9,7 @@ from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.prompt import check_text
 from diversed.runtime.sampling import Sampling
-from diversed.verifier.methods import METHODS
+from diversed.verifier.methods import METHODS, Method
 from diversed.verifier.relax import parse
 from scipy.stats import chi2
 
@@ -148,8 +148,8 @@ def test_a_gate_sees_rows_and_hidden_states_of_its_own_context():
 
     engine.gate, engine.hidden, engine.relaxation = Spy(), True, parse("learned")
     trees = []
-    law = engine.law
-    engine.law = lambda tree: trees.append(tree) or law(tree)
+    law = engine.method.unchecked
+    engine.method = Method(lambda tree: trees.append(tree) or law(tree), engine.method.drafting)
     engine.run({i: Request(prompt, 0, 1) for i, prompt in enumerate(PROMPTS)})
     (tree,), ((draft, target, hidden),) = trees, seen
     for row, prompt in enumerate(PROMPTS):

@@ -8,7 +8,6 @@ import torch
 from diversed.runtime.drafting import topology
 from diversed.verifier import METHODS
 from diversed.verifier.enumerate_laws import (
-    chain,
     delayed,
     drafts,
     law_error,
@@ -17,6 +16,7 @@ from diversed.verifier.enumerate_laws import (
     random_pair,
     text_law,
 )
+from diversed.verifier.tree import chain
 
 EXACT = 1e-12  # float64 sums of a few thousand terms below 1
 TREES = ["specinfer", "kseq", "rrsw", "traversal", "gbv", "greedy_tree", "univer"]

@@ -5,7 +5,8 @@ import torch
 from diversed.runtime.choosers import parse_shape
 from diversed.verifier import METHODS, draw
 from diversed.verifier.efficiency import block_efficiency, chain_efficiency
-from diversed.verifier.enumerate_laws import KINDS, chain, drafts, mean_length, random_pair
+from diversed.verifier.enumerate_laws import KINDS, drafts, mean_length, random_pair
+from diversed.verifier.tree import chain
 
 EXACT = 1e-12  # float64 sums of a few thousand terms below 1
 SHAPES = ["2x2", "2x1+1", "3x1+1"]
@@ -45,7 +46,7 @@ def test_the_mean_over_drawn_trees_is_the_efficiency_of_the_shape(name, shape):
     every = drafts(pair, drafting, tree.parents)
     found = every.probability @ block_efficiency(METHODS[name].law, every.tree)
     law, grid = METHODS[name].law(every.tree), (torch.arange(300) + 0.5) / 300
-    depths, counted = tree.depths.double(), 0.0
+    depths, counted = torch.tensor(tree.depths).double(), 0.0
     for coin in grid.double():
         verdict = draw(law, coin.expand(len(every.probability), 2))
         counted += every.probability @ (1 + depths[verdict.node]) / 300

@@ -26,8 +26,8 @@ from diversed.train.module import _started
 from diversed.verifier import METHODS, DraftTree
 from diversed.verifier.enumerate_laws import Pair, drafts, law_error
 from diversed.verifier.head import WeightHead
-from diversed.verifier.law import depths
 from diversed.verifier.relax import parse, relax
+from diversed.verifier.tree import topology
 from hypothesis import assume, example, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ def cases(draw):
     name, drafting = draw(st.sampled_from(PAIRS))
     vocabulary = draw(st.integers(2, 3))
     parents = draw(st.sampled_from([shape for shape in shapes(drafting, vocabulary) if len(shape) < 6]))
-    length = max(depths(parents)) + 1
+    length = topology(parents).depth + 1
     count = sum(vocabulary**depth for depth in range(length))
     return name, drafting, parents, Pair(draw(rows(count, vocabulary)), draw(rows(count, vocabulary)), length)
 

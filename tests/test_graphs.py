@@ -20,7 +20,7 @@ from diversed.runtime.relaxer import Gate
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.kernels import NAMES
-from diversed.verifier.methods import METHODS
+from diversed.verifier.methods import METHODS, Method
 from diversed.verifier.relax import parse
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -379,7 +379,7 @@ def test_what_the_static_step_cannot_do_stays_with_the_loop(monkeypatch):
     with pytest.raises(ValueError, match="a step that cannot be had here: layers of target see a window"):
         engine.run(requests(), static=True)
     engine = make_engine(pair)
-    engine.law = lambda tree: None
+    engine.method = Method(lambda tree: None, "chain")
     assert obstacle(engine) == "a method of your own may wait for the device"
     monkeypatch.setenv("DIVERSED_LEAN", "0")
     engine = make_engine(make_pair(module(0, VOCAB), module(1, VOCAB), tokenizer(VOCAB)))

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diversed.runtime import chain as chain_formulas
+from diversed.runtime import chain_twin
 from diversed.verifier import METHODS, DraftTree, Law, Method, draw, expected_length, method
 from diversed.verifier.enumerate_laws import (
     KINDS,
     Pair,
-    chain,
     delayed,
     drafts,
     full_tree,
@@ -21,8 +20,8 @@ from diversed.verifier.enumerate_laws import (
     random_pair,
     text_law,
 )
-from diversed.verifier.law import depths
 from diversed.verifier.multipath import choose_paths, selected_rows
+from diversed.verifier.tree import chain, topology
 
 from .support.laws import (
     block_by_hand,
@@ -68,7 +67,7 @@ def assert_same_law(one: Law, other: Law):
 def test_the_text_has_the_law_of_the_target(name, drafting, kind):
     for vocabulary in (2, 3, 4):
         for parents in shapes(drafting, vocabulary):
-            pair = random_pair(vocabulary, max(depths(parents)) + 1, kind, seeded(len(parents)))
+            pair = random_pair(vocabulary, topology(parents).depth + 1, kind, seeded(len(parents)))
             assert law_error(METHODS[name].law, pair, drafting, parents) < EXACT, (vocabulary, parents)
 
 
@@ -82,7 +81,7 @@ def test_the_text_beyond_the_tree_has_the_law_of_the_target(name, drafting):
 def test_a_law_is_a_distribution_over_nodes_and_tokens(name):
     drafting = METHODS[name].drafting
     for kind, parents in itertools.product(KINDS, shapes(drafting, 3)):
-        every = drafts(random_pair(3, max(depths(parents)) + 1, kind, seeded(1)), drafting, parents)
+        every = drafts(random_pair(3, topology(parents).depth + 1, kind, seeded(1)), drafting, parents)
         law = METHODS[name].law(every.tree)
         assert law.stop.min() >= 0 and law.next.min() >= 0 and law.next.isfinite().all()
         torch.testing.assert_close(law.stop.sum(-1), torch.ones(len(law.stop), dtype=torch.float64))
@@ -127,7 +126,7 @@ def test_at_depth_one_coupling_changes_nothing(top_down, coupled):
 )
 def test_coupling_levels_never_shortens_the_accepted_path(low, high, vocabulary, parents, sharp):
     for seed in range(5):
-        pair = random_pair(vocabulary, max(depths(parents)) + 1, "random", seeded(seed))
+        pair = random_pair(vocabulary, topology(parents).depth + 1, "random", seeded(seed))
         pair = replace(pair, draft=(pair.draft.log() * sharp).softmax(-1))
         drafting = METHODS[high].drafting
         shorter = mean_length(METHODS[low].law, pair, drafting, parents)
@@ -231,7 +230,7 @@ def test_every_draft_has_the_probability_of_its_drafting_law(drafting, parents, 
     ],
 )
 def test_a_tree_method_is_its_plan_and_composition_written_out(name, plan, coupled, parents, kind):
-    pair = random_pair(3, max(depths(parents)) + 1, kind, seeded(43))
+    pair = random_pair(3, topology(parents).depth + 1, kind, seeded(43))
     drafting = "with_replacement" if plan in ("with", "kseq") else METHODS[name].drafting
     every = drafts(pair, drafting, parents)
     law = METHODS[name].law(every.tree)
@@ -337,7 +336,7 @@ def test_children_may_be_pruned_after_they_were_drawn(name):
     tokens = every.tree.tokens
     gone = torch.zeros_like(tokens, dtype=torch.bool)
     for node in range(1, len(parents)):
-        seen = [other for other in range(len(parents)) if depths(parents)[other] <= depths(parents)[node]]
+        seen = [other for other in range(len(parents)) if topology(parents).depths[other] <= topology(parents).depths[node]]
         gone[:, node] = (tokens[:, seen].sum(-1) + tokens[:, node]) % 3 == 0
         gone[:, node] |= gone[:, parents[node]]
     assert 0.1 < gone[:, 1:].double().mean() < 0.9
@@ -437,9 +436,9 @@ def test_a_child_that_rounding_alone_refuses_is_refused_and_the_target_emits(nam
 
 def fast_or_law(name: str, tree: DraftTree, uniform: torch.Tensor) -> tuple[int, int]:
     """Node and token of the verdict, by the formulas for chains where they serve."""
-    law = METHODS[name].unchecked
-    known = chain_formulas.serves(law, tree.parents, tree.tokens.device) and (tree.tokens >= 0).all()
-    verdict = chain_formulas.verdict(law, tree, uniform) if known else draw(law(tree), uniform)
+    method = METHODS[name]
+    known = chain_twin.serves(method, tree.parents, tree.tokens.device) and (tree.tokens >= 0).all()
+    verdict = chain_twin.verdict(method, tree, uniform) if known else draw(method.unchecked(tree), uniform)
     return int(verdict.node), int(verdict.token)
 
 

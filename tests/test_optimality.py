@@ -3,15 +3,9 @@
 import pytest
 import torch
 from diversed.verifier import METHODS
-from diversed.verifier.enumerate_laws import (
-    KINDS,
-    chain,
-    full_tree,
-    mean_length,
-    paths,
-    random_pair,
-)
+from diversed.verifier.enumerate_laws import KINDS, full_tree, mean_length, paths, random_pair
 from diversed.verifier.plans import greedy_transport
+from diversed.verifier.tree import chain
 from scipy.optimize import linprog
 
 from .support.scripts import script

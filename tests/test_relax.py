@@ -13,7 +13,6 @@ from diversed.verifier import METHODS, DraftTree, draw
 from diversed.verifier.enumerate_laws import (
     KINDS,
     Pair,
-    chain,
     drafts,
     full_tree,
     model_law,
@@ -22,6 +21,7 @@ from diversed.verifier.enumerate_laws import (
     text_law,
 )
 from diversed.verifier.relax import Relaxation, parse, path_sum, relax, substitutions
+from diversed.verifier.tree import chain
 
 from .support.laws import norm, residual
 

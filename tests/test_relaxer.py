@@ -5,8 +5,9 @@ import torch
 from diversed.runtime.bundle import load_bundle
 from diversed.runtime.relaxer import Relaxer, bundle_relaxer, load_relaxer
 from diversed.runtime.sampling import Sampling
-from diversed.verifier.enumerate_laws import chain, drafts, random_pair
+from diversed.verifier.enumerate_laws import drafts, random_pair
 from diversed.verifier.relax import parse, relax, substitutions
+from diversed.verifier.tree import chain
 
 from .support.models import tiny_pair
 from .test_bundle import change, trained

@@ -9,9 +9,10 @@ from diversed.runtime.choosers import row_scalars
 from diversed.runtime.sampling import Sampling
 from diversed.selector.labels import Comb, ShapeGatherer, gather_shapes, read_labels, shapes_of
 from diversed.verifier import METHODS
-from diversed.verifier.enumerate_laws import Pair, chain, mean_length
+from diversed.verifier.enumerate_laws import Pair, mean_length
 from diversed.verifier.law import DraftTree
 from diversed.verifier.relax import relax
+from diversed.verifier.tree import chain
 
 from .support.models import rows_after, tiny_pair
 

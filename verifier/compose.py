@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .law import DraftTree, Law, depths
+from .law import DraftTree, Law
 from .plans import Plan, Share, quotient
+from .tree import on_device, topology
 
 
 def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
@@ -105,7 +105,8 @@ def _walk(
     """One pass from the root down. `coupled` hands each node its own mass, otherwise every node is
     given 1.
     """
-    branched = chains(tree.parents) if merge else None
+    shape = topology(tree.parents)
+    branched = shape.split_paths if merge else None
     families = _merged(tree, *branched) if branched and branched[1] else _plain(tree)
     waits = coupled and known is None
     given = _column(tree, 1.0)
@@ -136,7 +137,7 @@ def _walk(
             )
             mass = torch.where(later > 0, share.accept / later, 0)
             given.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
-    leaves = _span([node for node in range(len(tree.parents)) if node not in set(tree.parents)])
+    leaves = _span(list(shape.leaves))
     rows[:, leaves] = tree.target[:, leaves]
     emit[:, leaves], null[:, leaves] = given[:, leaves], 1 - given[:, leaves]
     return _Walk(families, accepts, emit, null, rows)
@@ -195,31 +196,6 @@ def _prune(share: Share, target: Tensor, family: Family, pruned: Tensor) -> Shar
     return Share(accept=share.accept - moved, emit=emit, null=share.null, rest=rest, total=emit)
 
 
-@lru_cache(maxsize=256)
-def chains(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-    """(trunk, paths) when the tree is K >= 2 chains of equal length that hang from one node, else
-    None.
-
-    The trunk ends with the node that the paths hang from; a single chain is all trunk and has no
-    paths.
-    """
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], 1):
-        children[parent].append(node)
-    trunk = [0]
-    while len(children[trunk[-1]]) == 1:
-        trunk += children[trunk[-1]]
-    paths = [[node] for node in children[trunk[-1]]]
-    for path in paths:
-        while len(children[path[-1]]) == 1:
-            path += children[path[-1]]
-        if children[path[-1]]:
-            return None
-    if len({len(path) for path in paths}) > 1:
-        return None
-    return tuple(trunk), tuple(map(tuple, paths))
-
-
 def prefix_homes(tree: DraftTree, paths: tuple[tuple[int, ...], ...]) -> Tensor:
     """[B, K, L] int64: for every node of K paths the first path (0..K-1) that shares its prefix."""
     tokens = tree.tokens[:, on_device(paths, tree.tokens.device)]
@@ -261,7 +237,11 @@ def _merged(
 
 
 def _plain(tree: DraftTree) -> list[Family]:
-    return [_family(tree, nodes, children) for nodes, children in _groups(tree.parents)]
+    shape = topology(tree.parents)
+    return [
+        _family(tree, list(nodes), tuple(shape.children[node] for node in nodes))
+        for nodes in shape.families
+    ]
 
 
 def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], ...]) -> Family:
@@ -271,33 +251,11 @@ def _family(tree: DraftTree, nodes: list[int], children: tuple[tuple[int, ...], 
     )
 
 
-@lru_cache(maxsize=4096)
-def on_device(numbers: tuple, device: torch.device) -> Tensor:
-    """The numbers as a tensor, sent to the device once."""
-    return torch.tensor(numbers, device=device)
-
-
 def _span(nodes: list[int]) -> slice | list[int]:
     """An index of `nodes`: a slice where they are evenly spaced."""
     step = nodes[1] - nodes[0] if len(nodes) > 1 else 1
     even = step > 0 and nodes == list(range(nodes[0], nodes[-1] + 1, step))
     return slice(nodes[0], nodes[-1] + 1, step) if even else nodes
-
-
-@lru_cache(maxsize=256)
-def _groups(parents: tuple[int, ...]) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
-    """(nodes, their children) by depth, then by number of children; leaves are left out."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], 1):
-        children[parent].append(node)
-    groups: dict[tuple[int, int], list[int]] = {}
-    for node, depth in enumerate(depths(parents)):
-        if children[node]:
-            groups.setdefault((depth, len(children[node])), []).append(node)
-    return [
-        (nodes, tuple(tuple(children[node]) for node in nodes))
-        for _, nodes in sorted(groups.items())
-    ]
 
 
 def _column(tree: DraftTree, root: float) -> Tensor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .law import DraftTree, Law, depths
+from .law import DraftTree, Law
+from .tree import topology
 
 KINDS = ("random", "tied", "equal", "disjoint", "zeros", "one-hot")
 
@@ -73,11 +74,6 @@ def random_pair(vocabulary: int, length: int, kind: str, generator: torch.Genera
         draft, target = draft * side, target * ~side
         draft, target = draft / draft.sum(-1, keepdim=True), target / target.sum(-1, keepdim=True)
     return Pair(draft, target, length)
-
-
-def chain(length: int) -> tuple[int, ...]:
-    """Parents of one path."""
-    return tuple(range(-1, length))
 
 
 def paths(count: int, length: int) -> tuple[int, ...]:
@@ -173,7 +169,7 @@ def mean_length(
 ) -> float:
     """Expected accepted tokens, without the extra one, exactly."""
     every = drafts(pair, drafting, parents)
-    depth = torch.tensor(depths(parents), dtype=torch.float64)
+    depth = torch.tensor(topology(parents).depths, dtype=torch.float64)
     return (every.probability @ (law(every.tree).stop.double() @ depth)).item()
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .tree import on_device, topology
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -76,7 +78,7 @@ def draw(law: Law, uniform: Tensor) -> Verdict:
 
 def expected_length(law: Law, parents: tuple[int, ...]) -> Tensor:
     """[B] expected number of accepted tokens, without the extra token."""
-    return law.stop @ torch.tensor(depths(parents), dtype=law.stop.dtype, device=law.stop.device)
+    return law.stop @ on_device(topology(parents).depths, law.stop.device).to(law.stop.dtype)
 
 
 def validate(tree: DraftTree) -> DraftTree:
@@ -120,14 +122,6 @@ _SENTENCES = [
     "`draft` must hold rows that sum to 1 or are all zero, got other sums; renormalise the rows",
     "`target` must have a row at the root, got zeros; the target model runs on the root always",
 ]
-
-
-def depths(parents: tuple[int, ...]) -> list[int]:
-    """Depth of every node; the root has depth 0."""
-    depth = [0] * len(parents)
-    for node in range(1, len(parents)):
-        depth[node] = depth[parents[node]] + 1
-    return depth
 
 
 def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Method:
     law:       what is given: any function from a tree to its law. What is kept: the same, after `validate`.
     drafting:  the drafting law it is used with, one of DRAFTINGS.
     exact_for: all drafting laws it is exact for; a delayed tree counts as the law below its trunk.
+    on_chain:  "token" or "block": the one of these two that the method is on a chain; "" if it is neither.
     kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument; None where a method
                has none.
     unchecked: the law without validation, which waits for no device; for loops whose rows are known
@@ -37,6 +38,7 @@ class Method:
     law: Callable[[DraftTree], Law]
     drafting: str
     exact_for: tuple[str, ...] = ()
+    on_chain: str = ""
     kernel: Callable | None = None
     unchecked: Callable[[DraftTree], Law] = field(init=False, repr=False)
 
@@ -117,38 +119,52 @@ def _kernel(name: str) -> Callable:
 
 
 METHODS: dict[str, Method] = {
-    "token": Method(top_down(plans.rejection), "chain", kernel=_kernel("token")),
+    "token": Method(top_down(plans.rejection), "chain", on_chain="token", kernel=_kernel("token")),
     "block": Method(
-        conditional(plans.rejection, ahead=plans.chain_masses), "chain", kernel=_kernel("block")
+        conditional(plans.rejection, ahead=plans.chain_masses),
+        "chain",
+        on_chain="block",
+        kernel=_kernel("block"),
     ),
-    "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain")),
+    "gbv": Method(greedy_multipath_block, "paths", ("paths", "chain"), on_chain="block"),
     "specinfer": Method(
         top_down(plans.with_replacement, merge=True),
         "paths",
         ("paths", "with_replacement", "chain"),
+        on_chain="token",
     ),
     "kseq": Method(
-        top_down(plans.k_seq, merge=True), "paths", ("paths", "with_replacement", "chain")
+        top_down(plans.k_seq, merge=True),
+        "paths",
+        ("paths", "with_replacement", "chain"),
+        on_chain="token",
     ),
     "rrsw": Method(
         top_down(plans.without_replacement, merge=True),
         "without_replacement",
         ("without_replacement", "paths", "chain"),
+        on_chain="token",
         kernel=_kernel("rrsw"),
     ),
     "traversal": Method(
         conditional(plans.without_replacement, merge=True),
         "without_replacement",
         ("without_replacement", "paths", "chain"),
+        on_chain="block",
         kernel=_kernel("traversal"),
     ),
     "greedy_tree": Method(
         top_down(plans.greedy_transport),
         "greedy",
         ("greedy", "chain"),
+        on_chain="token",
         kernel=_kernel("greedy_tree"),
     ),
     "univer": Method(
-        conditional(plans.greedy_transport), "greedy", ("greedy", "chain"), kernel=_kernel("univer")
+        conditional(plans.greedy_transport),
+        "greedy",
+        ("greedy", "chain"),
+        on_chain="block",
+        kernel=_kernel("univer"),
     ),
 }

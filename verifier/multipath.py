@@ -22,9 +22,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compose import chains, conditional, on_device
+from .compose import conditional
 from .law import DraftTree, Law
 from .plans import chain_masses, rejection
+from .tree import chain, on_device, topology
 
 _block = conditional(rejection, ahead=chain_masses)
 
@@ -37,7 +38,7 @@ def greedy_multipath_block(tree: DraftTree) -> Law:
     none of its paths. Below that a path may be cut only where all paths of the request are. The
     trunk keeps the draft's own rows.
     """
-    found = chains(tree.parents)
+    found = topology(tree.parents).split_paths
     if found is None:
         raise ValueError(
             "`parents` must be K chains of equal length below one node, as `paths` drafting draws"
@@ -56,7 +57,7 @@ def greedy_multipath_block(tree: DraftTree) -> Law:
     )
     draft = torch.cat([draft[:, :branch], below], 1)
     pruned = None if tree.pruned is None else tree.pruned[index]
-    law = _block(DraftTree(tokens, tuple(range(-1, selected.shape[1] - 1)), draft, target, pruned))
+    law = _block(DraftTree(tokens, chain(selected.shape[1] - 1), draft, target, pruned))
     stop = torch.zeros_like(tree.target[..., 0]).scatter(1, selected, law.stop)
     rows = torch.zeros_like(tree.target)
     rows[index] = law.next

@@ -53,7 +53,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .law import DraftTree, depths
+from .law import DraftTree
+from .tree import on_device, topology
 
 
 @dataclass(frozen=True)
@@ -443,16 +444,10 @@ def _distance(first: Tensor, second: Tensor) -> Tensor:
     return 0.5 * (first - second).abs_().sum(-1).double()
 
 
-@lru_cache(maxsize=256)
 def _levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(nodes, their parents) of every level, sent to the device once; the root is its own parent."""
-    depth = depths(parents)
-    levels = [
-        [node for node in range(len(parents)) if depth[node] == level]
-        for level in range(max(depth) + 1)
+    """(nodes, their parents) of every level; the root is its own parent."""
+    above = [[max(parents[node], 0) for node in nodes] for nodes in topology(parents).levels]
+    return [
+        (on_device(nodes, device), on_device(tuple(parents), device))
+        for nodes, parents in zip(topology(parents).levels, above, strict=True)
     ]
-    above = [[max(parents[node], 0) for node in nodes] for nodes in levels]
-    with torch.inference_mode(False):  # gradients may go through later rows
-        return [
-            tuple(torch.tensor(pair, device=device)) for pair in zip(levels, above, strict=True)
-        ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import triton
-from diversed.verifier.kernels import run
+from diversed.verifier.kernels import dispatch
 from diversed.verifier.kernels.launch import Call
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -40,7 +40,7 @@ def launches(method: str, dtype: torch.dtype, cut: bool) -> list[tuple[JITFuncti
         tokens = torch.zeros(1, len(parents), dtype=torch.int64)
         cuts = (torch.empty(1, len(parents), 3),) * 2 if cut else None
         uniform = torch.zeros(1, 2, dtype=torch.float64)
-        run.KERNELS[method](Call(rows, rows, tokens, parents, torch.zeros(1, len(parents)), uniform, 0.7, cuts))
+        dispatch.KERNELS[method](Call(rows, rows, tokens, parents, torch.zeros(1, len(parents)), uniform, 0.7, cuts))
     finally:
         JITFunction.run = given
     return found

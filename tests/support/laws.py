@@ -8,7 +8,8 @@ import itertools
 from collections import defaultdict
 
 import torch
-from diversed.verifier.enumerate_laws import Pair, chain, delayed, full_tree, paths
+from diversed.verifier.enumerate_laws import Pair, delayed, full_tree, paths
+from diversed.verifier.tree import chain
 
 # topologies that stay below some thousand drafts for V = 4, up to depth 3 and 3 children or paths
 SHAPES = {

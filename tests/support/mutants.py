@@ -9,7 +9,6 @@ import diversed.verifier
 import torch
 from diversed.verifier.enumerate_laws import (
     Pair,
-    chain,
     delayed,
     drafts,
     full_tree,
@@ -19,7 +18,7 @@ from diversed.verifier.enumerate_laws import (
     random_pair,
     text_law,
 )
-from diversed.verifier.law import depths
+from diversed.verifier.tree import chain, topology
 
 SOURCE = Path(diversed.verifier.__file__).parent
 FILES = ("__init__", "law", "plans", "compose", "multipath", "methods", "relax")
@@ -92,7 +91,7 @@ def _lossless(verifier) -> bool:
     for kind in ("random", "tied", "zeros"):
         for name, drafting, parents in _CASES:
             for vocabulary in (2, 3):
-                pair = random_pair(vocabulary, max(depths(parents)) + 1, kind, _seeded(3))
+                pair = random_pair(vocabulary, topology(parents).depth + 1, kind, _seeded(3))
                 if law_error(verifier.METHODS[name].law, pair, drafting, parents) >= EXACT:
                     return False
     return True
@@ -102,7 +101,7 @@ def _prunable(verifier) -> bool:
     for name, drafting, parents in _CASES:
         if name in ("token", "block", "gbv"):
             continue
-        pair = random_pair(3, max(depths(parents)) + 1, "random", _seeded(5))
+        pair = random_pair(3, topology(parents).depth + 1, "random", _seeded(5))
         every = drafts(pair, drafting, parents)
         gone = torch.zeros_like(every.tree.tokens, dtype=torch.bool)
         for node in range(1, len(parents)):

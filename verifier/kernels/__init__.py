@@ -110,9 +110,9 @@ def _verify(
         raise ValueError(
             "`kernel` needs triton, which is not installed; install triton, or use the method's law"
         )
-    from . import run
+    from . import dispatch
 
-    return run.run(
+    return dispatch.run(
         method,
         target,
         draft,

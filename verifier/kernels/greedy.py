@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import tree
+from . import walk
 from .launch import Call
 from .rows import (
     ACCEPT,
@@ -47,7 +47,7 @@ def greedy_tree(call: Call) -> None:
 def univer(call: Call) -> None:
     call.normalise(left_off=1)
     call.start(start, COUPLED=True)
-    for _, nodes in tree.levels(call.parents, call.nodes.device):
+    for _, nodes in walk.levels(call.parents, call.nodes.device):
         call.residual(nodes, marked=1)
         call.finish(finish, nodes, COUPLED=True)
     call.walk(coupled=True)

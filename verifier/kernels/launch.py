@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rows, tree
+from . import rows, walk
 
 
 class Call:
@@ -42,7 +42,7 @@ class Call:
         self.tokens, self.parents, self.weight, self.uniform = tokens, parents, weight, uniform
         self.tile = tile_size(vocabulary)
         self.tiles = -(-vocabulary // self.tile)
-        self.shape = tree.described(parents, device)
+        self.shape = walk.described(parents, device)
         self.nodes = torch.arange(nodes, dtype=torch.int32, device=device)
         self.state = torch.zeros(rows.FIELDS, batch, nodes, device=device)
         self.parts = torch.empty(5, batch, nodes, self.tiles, device=device)
@@ -109,7 +109,7 @@ class Call:
 
     def walk(self, coupled: bool) -> None:
         nodes = _power(self.sizes[1])
-        tree.walk[(len(self.tokens),)](
+        walk.walk[(len(self.tokens),)](
             self.state,
             self.tokens,
             self.weight,

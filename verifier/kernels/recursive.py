@@ -19,7 +19,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from . import tree
+from ..tree import topology
+from . import walk
 from .greedy import give_back
 from .launch import Call
 from .rows import (
@@ -47,7 +48,7 @@ from .rows import (
 def rrsw(call: Call) -> None:
     call.normalise(left_off=2)
     call.start(start, COUPLED=False)
-    _turns(call, call.nodes, max(map(len, tree.child_lists(call.parents))), coupled=False)
+    _turns(call, call.nodes, max(map(len, topology(call.parents).children)), coupled=False)
     call.walk(coupled=False)
     call.select(marked=2)
 
@@ -55,8 +56,8 @@ def rrsw(call: Call) -> None:
 def traversal(call: Call) -> None:
     call.normalise(left_off=2)
     call.start(start, COUPLED=True)
-    children = tree.child_lists(call.parents)
-    for ids, nodes in tree.levels(call.parents, call.nodes.device):
+    children = topology(call.parents).children
+    for ids, nodes in walk.levels(call.parents, call.nodes.device):
         _turns(call, nodes, max(len(children[node]) for node in ids), coupled=True)
     call.walk(coupled=True)
     call.select(marked=2)

@@ -9,7 +9,7 @@ fit in one vector. Passes:
     select      reads one tile of the one node that the verdict names
 
 Numbers of a node live in `state` [FIELDS, B, N] float32, those of a child in the column of the
-child. `shape` [CHILDREN + M, N] int32 describes the tree (`tree.py`).
+child. `shape` [CHILDREN + M, N] int32 describes the tree (`walk.py`).
 """
 
 from __future__ import annotations

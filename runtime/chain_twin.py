@@ -1,4 +1,5 @@
-"""Verification of a chain on a CPU: `verdict(law, tree, uniform) == draw(law(tree), uniform)`.
+"""Verification of a chain on a CPU: `verdict(method, tree, uniform)` is
+`draw(method.law(tree), uniform)`.
 
 The laws of `verifier` serve every tree and device and cost some 250 small operations, which on a
 CPU is more than a small draft model costs. For a chain the formulas are short (ALGORITHMS 4): plain
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 
@@ -24,15 +24,16 @@ import numpy as np
 import torch
 
 from ..verifier.law import DraftTree, Verdict
-from ..verifier.methods import METHODS
+from ..verifier.methods import Method
+from ..verifier.tree import topology
 
 
-def serves(law: Callable, parents: tuple[int, ...], device: torch.device) -> bool:
-    """Whether `verdict` knows this law and this tree."""
-    return law in _STOP and device.type == "cpu" and parents == tuple(range(-1, len(parents) - 1))
+def serves(method: Method, parents: tuple[int, ...], device: torch.device) -> bool:
+    """Whether `verdict` knows what this method is on this tree."""
+    return bool(method.on_chain) and device.type == "cpu" and topology(parents).is_chain
 
 
-def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
+def verdict(method: Method, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     """One draw from the law; every drafted token was drawn from its row, or is absent (-1) behind
     the chain's end.
 
@@ -40,7 +41,7 @@ def verdict(law: Callable, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
 
     uniform: [B, 2] in [0, 1): for the stopping node and for the extra token.
     """
-    law, nodes, extra = _STOP[law], [], []
+    law, nodes, extra = _STOP[method.on_chain], [], []
     coins = uniform[:, 0].tolist()
     rows = zip(
         tree.target.numpy(), tree.draft.numpy(), tree.tokens[:, 1:].tolist(), coins, strict=True
@@ -127,10 +128,4 @@ def _threshold(coin: float, total: float) -> float:
     return min(coin * total, math.nextafter(total, 0))
 
 
-# On a chain every method is one of the two (tests/test_delayed.py): trees of a selector may be
-# chains.
-_STOP = {
-    METHODS[name].unchecked: _token
-    for name in ("token", "specinfer", "kseq", "rrsw", "greedy_tree")
-}
-_STOP |= {METHODS[name].unchecked: _block for name in ("block", "gbv", "traversal", "univer")}
+_STOP = {"token": _token, "block": _block}

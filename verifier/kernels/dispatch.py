@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..tree import topology
 from . import chain, greedy, recursive, rows
 from .cuts import greedy_cut
 from .launch import Call
@@ -20,7 +21,6 @@ KERNELS = {
     "rrsw": recursive.rrsw,
     "traversal": recursive.traversal,
 }
-CHAINS = ("token", "block")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,7 +55,7 @@ def run(
     )
     if temperature == 0:
         cuts, temperature = (greedy_cut(target), greedy_cut(draft)), 1.0
-    if method in CHAINS and parents != tuple(range(-1, len(parents) - 1)):
+    if method in ("token", "block") and not topology(parents).is_chain:
         raise ValueError(
             f"{method} verifies a chain, one child a node; got parents {parents}; use a method for"
             " trees"

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..law import depths
+from ..tree import topology
 from .rows import (
     ACCEPT,
     COUNT,
@@ -103,8 +103,8 @@ def described(parents: tuple[int, ...], device: torch.device) -> Tensor:
     """[CHILDREN + M, N] int32, rows as rows.py names them; sent to the device once, so not during a
     capture.
     """
-    children = child_lists(parents)
-    pre, end, post = [0] * len(parents), [0] * len(parents), [0] * len(parents)
+    shape = topology(parents)
+    pre, end, post = [0] * shape.nodes, [0] * shape.nodes, [0] * shape.nodes
     started = finished = 0
     stack = [(0, False)]
     while stack:
@@ -115,31 +115,21 @@ def described(parents: tuple[int, ...], device: torch.device) -> Tensor:
             continue
         pre[node] = started
         started += 1
-        stack += [(node, True), *((child, False) for child in reversed(children[node]))]
-    count = [len(each) for each in children]
+        stack += [(node, True), *((child, False) for child in reversed(shape.children[node]))]
+    count = [len(each) for each in shape.children]
     columns = [
-        [each[j] if j < len(each) else -1 for each in children] for j in range(max(1, *count))
+        [each[j] if j < len(each) else -1 for each in shape.children] for j in range(max(1, *count))
     ]
-    return torch.tensor([count, depths(parents), pre, end, post, *columns], dtype=torch.int32).to(
-        device
-    )
+    rows = [count, shape.depths, pre, end, post, *columns]
+    return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
 @lru_cache(maxsize=256)
-def levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[list[int], Tensor]]:
+def levels(parents: tuple[int, ...], device: torch.device) -> list[tuple[tuple[int, ...], Tensor]]:
     """The nodes of each depth, as numbers and as int32 on the device; like `described`, sent there
     once.
     """
-    depth = depths(parents)
-    every = [
-        [node for node, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)
+    return [
+        (nodes, torch.tensor(nodes, dtype=torch.int32).to(device))
+        for nodes in topology(parents).levels
     ]
-    return [(nodes, torch.tensor(nodes, dtype=torch.int32).to(device)) for nodes in every]
-
-
-def child_lists(parents: tuple[int, ...]) -> list[list[int]]:
-    """The children of every node, in drawing order."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], 1):
-        children[parent].append(node)
-    return children
