@@ -42,7 +42,7 @@ def unguarded(path: Path) -> list[str]:
             found.append(f"{name}, line {call.lineno}")
         if given(call, "trust_remote_code") == "True" or given(call, "allow_pickle") == "True":
             found.append(f"{name}, line {call.lineno}")
-        if name in ("eval", "exec") and path.name != "sandbox_child.py":
+        if name in ("eval", "exec") and path.parent.name != "sandbox":
             found.append(f"{name}, line {call.lineno}")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -376,7 +376,7 @@ def test_without_landlock_programs_run_and_one_note_says_so(tmp_path, monkeypatc
 
 
 def test_an_unknown_machine_is_named():
-    from diversed.data.sandbox_child import seccomp_filter
+    from diversed.data.sandbox.child import seccomp_filter
 
     with pytest.raises(OSError, match="system calls of riscv64 are not known"):
         seccomp_filter("riscv64")

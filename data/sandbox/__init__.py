@@ -3,7 +3,7 @@ start?
 
 A program gets one process with one thread, and keeps from the kernel only what computing needs:
 
-seccomp   a list of allowed system calls (`data.sandbox_child`). None of them starts a process or a thread, sends a
+seccomp   a list of allowed system calls (`data.sandbox.child`). None of them starts a process or a thread, sends a
           signal, opens a socket, writes, makes or deletes a file, waits, traces, mounts, or changes a limit. So there
           are no fork bombs, no grandchildren, no network, no folder to clean up. Without seccomp nothing runs.
 landlock  (Linux 5.13, where it is switched on) of all files only Python's standard library and the system's libraries
@@ -37,7 +37,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("child.py")
 READY, VISIBLE = b"ready", b"ready, files are visible"
 SECONDS = 10  # of CPU time; of the reference solutions of MBPP and HumanEval the slowest takes 2 to 5, the next 0.05
 MOST = 4096  # bytes of an answer: a line, the token, or the end of a traceback from a child that could not begin
