@@ -11,174 +11,144 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from ..data.tasks import DataOptions
+from ..data.selection import BundlePrompts
 from ..eval.calibration import choose
+from ..eval.grid import Grid, prepare
 from ..eval.results import read_results
 from ..eval.sweep import Cell, Sweep, cell_of
 from ..export.bundle_writer import FILES, add_bias, write_bundle
 from ..export.card import with_calibration
 from ..files import exclusive, sha256, write_whole
 from ..runtime.bundle import load_bundle
+from ..runtime.groups import BundleModels, SharedRun
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
-from .eval import prepare
 
 CLOSED = -1e4  # added to a logit: a weight of exactly 0 in float32
+# What the evidence says of the sweep.
+STATED = ("task", "split", "source", "prompts", "draft_length", "sampling", "target", "draft")
 BIASES = [-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0]
 
 
-def calibrate(
-    *,
-    bundle: str,
-    max_quality_drop: float,
-    level: float = 0.05,
-    biases: list[float] = BIASES,  # noqa: B006  never written to
-    out: str | None = None,
-    target: str | None = None,
-    draft: str | None = None,
-    task: str | None = None,
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    split: str = "validation",
-    prompts: int = 500,
-    method: str = "token",
-    seeds: list[int] = [0],  # noqa: B006
-    draft_length: int | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    max_prompt_tokens: int = 384,
-    max_new_tokens: int | None = None,
-    batch: int = 64,
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str = "cpu",
-    threads: int = 1,
-    trust_remote_code: bool = False,
-) -> bool:
-    """Choose a bundle's bias on validation prompts and write it, with the evidence, into the
-    bundle.
-
-    Where no bias is shown to stay within the limit the gate is closed, its weight 0 everywhere, and
-    the exit code is 1.
+@dataclass(frozen=True)
+class Limit:
+    """A bundle, and how much quality it may cost.
 
     Args:
         bundle: folder that `diversed export` wrote; it is changed.
         max_quality_drop: mean score that may be lost against exact decoding, such as 0.01 for one
             point of exact match.
         level: probability with which the chosen bias may lose more.
-        biases: added to the gate's logit, counted from the bundle before it was ever calibrated.
-        out: folder for the texts and for the bundle as it was; by default BUNDLE-calibration.
-        target: folder, hub name or .gguf file of the model being served; by default the bundle's.
-        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's.
-        task: sums, gsm8k, cnndm, xsum, wmt, mbpp, humaneval or jsonl; by default the bundle's. Its
-            score is in [0, 1].
-        data: where the task's rows come from.
-        split: train, validation or test; figures on the split that the bias was chosen on are no
-            evidence.
-        prompts: how many prompts of the split; more prompts justify a larger bias.
+        biases: added to the head's logit, counted from the bundle before it was ever calibrated.
+    """
+
+    bundle: str
+    max_quality_drop: float
+    level: float = 0.05
+    biases: list[float] = field(default_factory=lambda: BIASES)
+
+    def __post_init__(self):
+        for name in ("max_quality_drop", "level"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise ValueError(f"`{name}` must lie between 0 and 1, both excluded, got {value}")
+        if not self.biases or not all(abs(bias) < -CLOSED for bias in self.biases):
+            raise ValueError(
+                f"`biases` must be numbers between {CLOSED:g} and {-CLOSED:g}, at least one, got"
+                f" {self.biases}"
+            )
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the prompts are decoded.
+
+    Args:
         method: such as token or block.
         seeds: of the sampled texts; a prompt's texts are averaged, which makes differences smaller.
         draft_length: tokens drafted per target call; by default the bundle's.
         sampling: temperature, top_k, top_p, min_p of both models.
-        max_prompt_tokens: longer prompts lose the end of their article, never the instruction or
-            the question.
-        max_new_tokens: tokens a text may have; by default the task's own number.
         batch: prompts decoded together.
-        seed: of the choice and order of prompts.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, ..., or auto to spread the models.
-        threads: CPU threads.
-        trust_remote_code: run model code that comes with a checkpoint.
     """
-    options = dict(locals())
-    biases = _check(max_quality_drop, level, biases)
-    folder = Path(out or f"{Path(bundle)}-calibration")
+
+    method: str = "token"
+    seeds: list[int] = field(default_factory=lambda: [0])
+    draft_length: int | None = None
+    sampling: Sampling = Sampling()
+    batch: int = 64
+
+
+def calibrate(
+    limit: Limit,
+    models: BundleModels = BundleModels(),
+    prompts: BundlePrompts = BundlePrompts(prompts=500, split="validation"),
+    decoding: Decoding = Decoding(),
+    *,
+    out: str | None = None,
+    threads: int = 1,
+) -> bool:
+    """Choose a bundle's bias on validation prompts and write it, with the evidence, into the
+    bundle. Figures on the split that the bias was chosen on are no evidence.
+
+    If no bias is shown to stay within the limit, the head is closed, its weight 0 everywhere, and
+    the exit code is 1. More prompts justify a larger bias.
+
+    Args:
+        out: folder for the texts and for the bundle as it was; by default BUNDLE-calibration.
+        threads: CPU threads.
+    """
+    bundle = Path(limit.bundle)
+    folder = Path(out or f"{bundle}-calibration")
+    run = SharedRun(str(folder), threads, 1, 0)
     with exclusive(folder):
-        before = _before(Path(bundle), folder)
+        before = _before(bundle, folder)
         card = load_bundle(before).card
-        models = {
-            role: options[role] or card["models"][role]["name"] for role in ("target", "draft")
+        names = {
+            bias: str(Relaxation.of_bundle(before, bias)) for bias in sorted(set(limit.biases))
         }
-        names = {bias: str(Relaxation.of_bundle(before, bias)) for bias in biases}
-        given = {name: value for name, value in options.items() if name not in OWN}
-        sweep = prepare(
-            **given | models,
-            out=str(folder),
-            methods=[method],
+        grid = Grid(
+            methods=[decoding.method],
             relaxations=["none", *names.values()],
-            temperatures=None,
-            draft_lengths=None,
-            chosen=[],
-            num_shards=1,
-            shard_index=0,
-            task=task or card["task"],
-            draft_length=draft_length or card["draft_length"],
+            seeds=decoding.seeds,
+            draft_length=decoding.draft_length or card["draft_length"],
+            sampling=decoding.sampling,
         )
+        named = {role: card["models"][role]["name"] for role in ("target", "draft")}
+        named |= {role: name for role in named if (name := getattr(models, role))}
+        prompts = replace(prompts, task=prompts.task or card["task"])
+        sweep = prepare(run, replace(models, **named), prompts, grid, decoding.batch)
         if not sweep.task.scores_text:
             raise ValueError(
                 f"the score {sweep.task.metric} has no bounds; calibrate on a task whose score is"
                 " in [0, 1]"
             )
-        tried = choose(_measured(sweep, names), max_quality_drop, level)
-        _tell(tried, max_quality_drop, level)
+        most = limit.max_quality_drop
+        tried = choose(_measured(sweep, names), most, limit.level)
+        _tell(tried, most, limit.level)
         exact = _exact_score(sweep)
-        if exact <= max_quality_drop:
+        if exact <= most:
             print(
                 f"note: exact decoding itself scores {exact:.3f} on these prompts, so nothing could"
-                f" lose more than {max_quality_drop:g} and this shows nothing about quality; give a"
-                " smaller --max_quality_drop, or a task that the target can do"
+                f" lose more than {most:g} and this shows nothing about quality; give a smaller"
+                " --max_quality_drop, or a task that the target can do"
             )
         evidence = {
-            "max_quality_drop": max_quality_drop,
-            "level": level,
+            "max_quality_drop": most,
+            "level": limit.level,
             "test": "betting, arXiv 2010.09686, fixed sequence",
             "tried": tried,
-            "method": method,
-            "seeds": seeds,
+            "method": decoding.method,
+            "seeds": decoding.seeds,
             "head_sha256": sha256(before / "head.safetensors"),
-            **{name: sweep.settings[name] for name in SETTINGS_STATED},
+            **{name: sweep.settings[name] for name in STATED},
         }
-        return _write(Path(bundle), before, evidence)
-
-
-OWN = (
-    "bundle",
-    "max_quality_drop",
-    "level",
-    "biases",
-    "method",
-    "out",
-    "target",
-    "draft",
-    "task",
-    "draft_length",
-)
-SETTINGS_STATED = (
-    "task",
-    "split",
-    "source",
-    "prompts",
-    "draft_length",
-    "sampling",
-    "target",
-    "draft",
-)
-
-
-def _check(max_quality_drop: float, level: float, biases: list[float]) -> list[float]:
-    """The biases from the safest up."""
-    for name, value in (("max_quality_drop", max_quality_drop), ("level", level)):
-        if not 0 < value < 1:
-            raise ValueError(f"`{name}` must lie between 0 and 1, both excluded, got {value}")
-    if not biases or not all(abs(bias) < -CLOSED for bias in biases):
-        raise ValueError(
-            f"`biases` must be numbers between {CLOSED:g} and {-CLOSED:g}, at least one, got"
-            f" {biases}"
-        )
-    return sorted(set(biases))
+        return _write(bundle, before, evidence)
 
 
 def _before(bundle: Path, folder: Path) -> Path:

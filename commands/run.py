@@ -14,15 +14,15 @@ cost the first.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
+from ..eval.grid import Grid
 from ..eval.summary import summarise
-from ..eval.sweep import every_cell
 from ..export.bundle_writer import add_frontier
 from ..files import within, worker
 from ..train.rounds import Stages as RoundStages
@@ -213,10 +213,7 @@ def _refuse_bad(
     """What a late stage would refuse is refused before the first one starts."""
     gather, train, evaluate = (stages[name] for name in ("gather", "train", "eval"))
     parse(gather["relaxation"])
-    temperatures = evaluate["temperatures"] or [1.0]
-    lengths = evaluate["draft_lengths"] or [evaluate["draft_length"]]
-    methods, relaxations, seeds = (evaluate[name] for name in ("methods", "relaxations", "seeds"))
-    every_cell(methods, relaxations, seeds, temperatures, lengths)
+    Grid(**{option.name: evaluate[option.name] for option in fields(Grid)}).cells()
     if ";" in out:
         raise ValueError(
             "`out` must have no `;` in it, as the trained head is called by this folder's name,"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diversed.commands.eval import evaluate
+from diversed.commands.options import call
 from diversed.eval.figure import describe, frontier
 from diversed.eval.results import read_results
 from diversed.eval.results_table import empty_texts
@@ -190,7 +191,7 @@ def texts(folder):
 @pytest.fixture(scope="module")
 def finished(options, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "eval"
-    evaluate(out=str(out), **options)
+    call(evaluate, out=str(out), **options)
     return out
 
 
@@ -209,7 +210,7 @@ def test_evaluate_leaves_a_line_a_text_and_a_figure(finished, options):
 
 
 def test_the_table_says_what_its_words_mean(finished, options, capsys):
-    evaluate(out=str(finished), **options)
+    call(evaluate, out=str(finished), **options)
     printed = capsys.readouterr().out
     for words in ("ensemble:0.5", "accepted / drafted", "1 - TV(draft, relaxed target)", "11 prompts", "batch of 4"):
         assert words in printed
@@ -220,7 +221,7 @@ def test_a_run_cut_at_any_byte_continues_to_the_same_texts(finished, options, tm
     whole = (finished / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").write_bytes(whole[: int(where * len(whole))])
     (tmp_path / "eval.json").write_bytes((finished / "eval.json").read_bytes())
-    evaluate(out=str(tmp_path), **options)
+    call(evaluate, out=str(tmp_path), **options)
     assert texts(tmp_path) == texts(finished)
 
 
@@ -230,7 +231,7 @@ SWEEP = {"methods": ["token", "plain"], "temperatures": [1.0, 0.7], "draft_lengt
 @pytest.fixture(scope="module")
 def swept(options, tmp_path_factory):
     out = tmp_path_factory.mktemp("swept") / "eval"
-    evaluate(out=str(out), **options | SWEEP)
+    call(evaluate, out=str(out), **options | SWEEP)
     return out
 
 
@@ -246,7 +247,7 @@ def test_a_sweep_decodes_every_cell_once_and_plain_once_a_temperature(swept, opt
 
 
 def test_a_cell_of_a_sweep_is_the_run_with_its_temperature_and_draft_length(swept, options, tmp_path):
-    evaluate(out=str(tmp_path), **options | {"sampling": Sampling(temperature=0.7), "draft_length": 2, "seeds": [4]})
+    call(evaluate, out=str(tmp_path), **options | {"sampling": Sampling(temperature=0.7), "draft_length": 2, "seeds": [4]})
     mine = [line for line in texts(swept) if cell_of(line)[0::2] == ("token", 0.7, 4) and line["draft_length"] == 2]
     assert texts(tmp_path) == mine and len(mine) == 22
 
@@ -269,7 +270,7 @@ def unmeasured(path):
 
 def test_processes_that_share_a_sweep_end_with_the_bytes_of_one(finished, options, tmp_path, capsys):
     for index in (2, 0, 1):
-        evaluate(out=str(tmp_path), **options, num_shards=3, shard_index=index)
+        call(evaluate, out=str(tmp_path), **options, num_shards=3, shard_index=index)
         assert (tmp_path / "results.jsonl").exists() == (index == 1)
     assert unmeasured(tmp_path / "results.jsonl") == unmeasured(finished / "results.jsonl")
     assert (tmp_path / "eval.json").read_bytes() == (finished / "eval.json").read_bytes()
@@ -280,8 +281,8 @@ def test_processes_that_share_a_sweep_end_with_the_bytes_of_one(finished, option
 
 def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, options, tmp_path):
     code = (
-        "from diversed.commands.eval import evaluate; from diversed.data.tasks import DataOptions; "
-        f"evaluate(out={str(tmp_path)!r}, num_shards=2, shard_index=0, "
+        "from diversed.commands.eval import evaluate; from diversed.commands.options import call; from diversed.data.tasks import DataOptions; "
+        f"call(evaluate, out={str(tmp_path)!r}, num_shards=2, shard_index=0, "
         f"**{ {**options, 'data': None}!r} | {{'data': {options['data']!r}}})"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -291,9 +292,9 @@ def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, op
     process.kill()
     process.wait()
     assert part.exists() and not (tmp_path / "results.jsonl").exists()
-    evaluate(out=str(tmp_path), **options, num_shards=2, shard_index=1)
+    call(evaluate, out=str(tmp_path), **options, num_shards=2, shard_index=1)
     part.write_bytes(part.read_bytes()[:-100])
-    evaluate(out=str(tmp_path), **options, num_shards=2, shard_index=0)
+    call(evaluate, out=str(tmp_path), **options, num_shards=2, shard_index=0)
     assert unmeasured(tmp_path / "results.jsonl") == unmeasured(finished / "results.jsonl")
 
 
@@ -305,18 +306,18 @@ def test_lines_of_an_older_version_have_the_settings_temperature_and_draft_lengt
     assert {(line["temperature"], line["draft_length"]) for line in unknown} == {(None, None)}
     (tmp_path / "eval.json").write_bytes((finished / "eval.json").read_bytes())
     assert read_results(tmp_path / "results.jsonl") == lines
-    evaluate(out=str(tmp_path), **options)
+    call(evaluate, out=str(tmp_path), **options)
     assert texts(tmp_path) == texts(finished)
 
 
 def test_a_dry_run_says_what_would_be_decoded_and_writes_nothing(finished, options, tmp_path, capsys):
     out = tmp_path / "new"
-    evaluate(out=str(out), **options, dry_run=True)
+    call(evaluate, out=str(out), **options, dry_run=True)
     printed = " ".join(capsys.readouterr().out.split())
     assert "22 texts to decode of 22" in printed and "estimated from a probe of 4 texts of token none" in printed
     assert not out.exists()
     before = {path: path.read_bytes() for path in finished.iterdir()}
-    evaluate(out=str(finished), **options | {"relaxations": ["ensemble:0.5", "ensemble:0.9"]}, dry_run=True)
+    call(evaluate, out=str(finished), **options | {"relaxations": ["ensemble:0.5", "ensemble:0.9"]}, dry_run=True)
     printed = " ".join(capsys.readouterr().out.split())
     assert "11 texts to decode of 22" in printed and "estimated from 22 texts decoded before" in printed
     assert "none, paired by prompt" in printed
@@ -326,9 +327,9 @@ def test_a_dry_run_says_what_would_be_decoded_and_writes_nothing(finished, optio
 def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options, tmp_path):
     for name in ("results.jsonl", "eval.json"):
         (tmp_path / name).write_bytes((finished / name).read_bytes())
-    evaluate(out=str(tmp_path), **options)
+    call(evaluate, out=str(tmp_path), **options)
     assert (tmp_path / "results.jsonl").read_bytes() == (finished / "results.jsonl").read_bytes()
-    evaluate(out=str(tmp_path), **options | {"relaxations": ["ensemble:0.9"], "methods": ["block", "plain"]})
+    call(evaluate, out=str(tmp_path), **options | {"relaxations": ["ensemble:0.9"], "methods": ["block", "plain"]})
     cells = list(dict.fromkeys((line["method"], line["relaxation"]) for line in texts(tmp_path)))
     assert cells[2:] == [("block", "ensemble:0.9"), ("plain", "none")]
 
@@ -354,14 +355,14 @@ def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options
 def test_bad_or_changed_options_are_refused_in_a_sentence(finished, options, change, sentence):
     before = (finished / "results.jsonl").read_bytes()
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        evaluate(out=str(finished), **options | change)
+        call(evaluate, out=str(finished), **options | change)
     assert (finished / "results.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("change", [{"methods": ["tokne"]}, {"relaxations": ["ensemble:2"]}])
 def test_a_wrong_name_is_refused_before_any_model_is_loaded(tmp_path, change):
     with pytest.raises(ValueError, match="token|weight"):
-        evaluate(out=str(tmp_path / "eval"), target="no/such/target", **change)
+        call(evaluate, out=str(tmp_path / "eval"), target="no/such/target", **change)
     assert not (tmp_path / "eval").exists()
 
 

@@ -1,8 +1,12 @@
 """Groups of options: what they load, what they refuse."""
 
 import pytest
+from diversed.commands.calibrate import Limit
 from diversed.data.selection import BundlePrompts, LongPrompts, Prompts, SplitPrompts, TextPrompts
+from diversed.eval.grid import Grid, prepare
+from diversed.eval.sweep import Cell
 from diversed.runtime.groups import BundleModels, Models, Run, SharedRun
+from diversed.runtime.sampling import Sampling
 
 
 def test_prompts_load_their_task_and_split():
@@ -20,6 +24,22 @@ def test_what_a_command_takes_from_a_bundle_has_no_default_of_its_own():
     assert (BundleModels().target, BundleModels().draft, BundlePrompts().task) == (None, None, None)
 
 
+def test_a_grid_is_every_combination_and_its_defaults_are_one_temperature_and_length():
+    one = Grid(relaxations=["none"], sampling=Sampling(0.5), draft_length=3)
+    assert one.cells() == [Cell("token", "none", 0.5, 3, 0)]
+    more = Grid(relaxations=["none"], temperatures=[0.5, 1.0], draft_lengths=[2, 4], seeds=[0, 1]).cells()
+    assert len(more) == 8 and {(cell.temperature, cell.draft_length) for cell in more} == {
+        (0.5, 2), (0.5, 4), (1.0, 2), (1.0, 4),
+    }  # fmt: skip
+
+
+def test_a_sweep_is_prepared_from_its_groups(tmp_path):
+    grid = Grid(methods=["block"], relaxations=["none"])
+    sweep = prepare(SharedRun(str(tmp_path), 1, 2, 1), Models(), SplitPrompts(prompts=3), grid, 2)
+    assert (len(sweep.prompts), [len(unit) for unit in sweep.units]) == (3, [2, 1])
+    assert (sweep.settings["split"], sweep.settings["draft_length"], sweep.share) == ("train", 5, "1-of-2")
+
+
 @pytest.mark.parametrize(
     "make, sentence",
     [
@@ -27,6 +47,8 @@ def test_what_a_command_takes_from_a_bundle_has_no_default_of_its_own():
         (lambda: TextPrompts(max_new_tokens=0), "`max_new_tokens` must be at least 1, got 0"),
         (lambda: LongPrompts(max_prompt_tokens=0), "`max_prompt_tokens` must be at least 1, got 0"),
         (lambda: Run("o", threads=0), "`threads` must be at least 1, got 0"),
+        (lambda: Grid(draft_length=0), "`draft_length` must be at least 1, got 0"),
+        (lambda: Limit("b", 1.0), "`max_quality_drop` must lie between 0 and 1, both excluded, got 1.0"),
         (lambda: SharedRun("o", num_shards=2, shard_index=2).share(), "`shard_index` must lie in 0..1"),
     ],
 )

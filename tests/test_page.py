@@ -337,6 +337,7 @@ def test_numbers_of_single_tokens_add_up_to_those_of_the_text(pair, relaxation):
 def story(pair, tmp_path_factory):
     """A run folder that the packaged pair and a gate of random weights made, bundle and all."""
     from diversed.commands.eval import evaluate
+    from diversed.commands.options import call
     from diversed.export.bundle_writer import write_bundle
     from diversed.export.card import make_card
 
@@ -351,7 +352,7 @@ def story(pair, tmp_path_factory):
     manifest |= {"task": "sums", "relaxation": "none"}
     write_bundle(out / "bundle", head, make_card(head, {"manifest": manifest, "traces_sha256": "d" * 64}, 5, 0.0))
     relaxations = ["none", "ensemble:0.2", "ensemble:0.6", str(out / "bundle"), "diversed.assets.sums:oracle"]
-    evaluate(out=str(out), prompts=6, batch=6, max_new_tokens=48, relaxations=relaxations)
+    call(evaluate, out=str(out), prompts=6, batch=6, max_new_tokens=48, relaxations=relaxations)
     return out
 
 

@@ -364,7 +364,7 @@ def test_code_is_gathered_and_evaluated_on_the_packaged_pair(name, tmp_path):
     manifest = read_manifest(tmp_path / "traces")
     assert manifest["metric"] == "pass@1"
     assert [shard.reward.tolist() for shard in read_shards(tmp_path / "traces")] == [[0.0, 0.0]]
-    evaluate(out=str(tmp_path / "eval"), **small, relaxations=["none"])
+    call(evaluate, out=str(tmp_path / "eval"), **small, relaxations=["none"])
     (cell,) = summarise(tmp_path / "eval" / "results.jsonl")
     assert (cell["metric"], cell["score"]) == ("pass@1", 0.0)
 

@@ -1,0 +1,107 @@
+"""The options of a sweep, and the sweep that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ..data.selection import SplitPrompts
+from ..files import sha256, within
+from ..runtime.engine import Engine, check_prompts
+from ..runtime.groups import Models, SharedRun
+from ..runtime.sampling import Sampling
+from .sweep import Cell, Sweep, every_cell
+
+STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is decoded and compared.
+
+    Args:
+        methods: such as token or block; `plain`, the target alone, is run with relaxation none
+            only.
+        relaxations: none, ensemble:0.3, a bundle folder, package.module:NAME; after any `;bias=0.5`
+            or `;budget=3`.
+        temperatures: everything is decoded at each of these; by default at the sampling's one.
+        draft_lengths: and with each of these; by default with `draft_length`.
+        seeds: of the sampled texts; every seed decodes every prompt once.
+        chosen: learned points that were chosen on other prompts; only the others' intervals are
+            corrected for how many of them are looked at.
+        draft_length: tokens drafted per target call.
+        sampling: temperature, top_k, top_p, min_p of both models.
+    """
+
+    methods: list[str] = field(default_factory=lambda: ["token"])
+    relaxations: list[str] = field(default_factory=lambda: ["none", *STATIC])
+    temperatures: list[float] | None = None
+    draft_lengths: list[int] | None = None
+    seeds: list[int] = field(default_factory=lambda: [0])
+    chosen: list[str] = field(default_factory=list)
+    draft_length: int = 5
+    sampling: Sampling = Sampling()
+
+    def __post_init__(self):
+        within(1, draft_length=self.draft_length)
+
+    def cells(self) -> list[Cell]:
+        """Every way of decoding once."""
+        temperatures, lengths = self.temperatures, self.draft_lengths
+        temperatures = [self.sampling.temperature] if temperatures is None else temperatures
+        lengths = [self.draft_length] if lengths is None else lengths
+        return every_cell(self.methods, self.relaxations, self.seeds, temperatures, lengths)
+
+
+def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, batch: int) -> Sweep:
+    """The sweep over a grid, with its models and prompts loaded; `batch` prompts are decoded
+    together.
+    """
+    within(1, batch=batch)
+    num_shards, shard_index = run.share()
+    cells = grid.cells()
+    run.use_threads()
+    pair = models.load()
+    engines = {}
+    for cell in dict.fromkeys(cell._replace(seed=0) for cell in cells):
+        sampling = replace(grid.sampling, temperature=cell.temperature)
+        way = cell.method, cell.relaxation, cell.draft_length
+        engines[cell] = Engine(pair, *way, sampling=sampling)
+    task = prompts.load()
+    most = prompts.max_prompt_tokens
+    encoded = [task.encode(example, pair.tokenizer, most) for example in task.examples]
+    new_tokens = prompts.max_new_tokens or task.max_new_tokens
+    for engine in engines.values():
+        check_prompts(pair, dict(enumerate(encoded)), new_tokens + engine.shape.depth + 1)
+    first = cells[0]
+    draft_length = grid.draft_lengths[0] if grid.draft_lengths else grid.draft_length
+    settings = {
+        "target": {"name": models.target, "hash": pair.target.hash},
+        "draft": {"name": models.draft, "hash": pair.draft.hash},
+        "task": prompts.task,
+        "data": asdict(prompts.data),
+        "source": task.source,
+        "split": prompts.split,
+        "prompts": len(encoded),
+        "draft_length": draft_length,  # also if the first cell drafts nothing
+        "sampling": asdict(grid.sampling) | {"temperature": first.temperature},
+        "max_prompt_tokens": most,
+        "max_new_tokens": new_tokens,
+        "batch": batch,
+        "seed": prompts.seed,
+        "dtype": str(pair.target.dtype),
+        "device": models.device,
+        "threads": run.threads,
+        "chosen": grid.chosen,
+        "heads": _heads(engines.values()),
+    }
+    given = (Path(run.out), cells, engines, task, encoded, new_tokens, batch, settings)
+    return Sweep(*given, num_shards, shard_index)
+
+
+def _heads(engines: Iterable[Engine]) -> dict[str, str]:
+    """Checksum of every bundle's head: results of two heads must not be mixed under one name."""
+    folders = {engine.relaxation.source for engine in engines if engine.relaxation.source}
+    paths = {folder: Path(folder) / "head.safetensors" for folder in sorted(folders)}
+    return {folder: sha256(path) for folder, path in paths.items() if path.is_file()}
