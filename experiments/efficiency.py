@@ -14,7 +14,6 @@ from itertools import product
 
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
-from diversed.data.tasks import DataOptions
 from diversed.eval.intervals import ratio_of_sums
 from diversed.runtime.drafting import topology
 from diversed.runtime.engine import decode
@@ -32,32 +31,19 @@ RIVALS = {
 
 
 def run(
+    work: Workload = Workload(max_new_tokens=64),  # noqa: B008  frozen
     *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
     prompts: int = 40,
     methods: list[str] = list(METHODS),  # noqa: B006, B008
     relaxations: list[str] = ["none"],  # noqa: B006
     temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
     draft_length: int = 4,
     branches: list[int] = [2, 3, 4],  # noqa: B006
-    max_new_tokens: int = 64,
     batch: int = 40,
-    seed: int = 0,
-    threads: int = 1,
 ) -> list[dict]:
     """One row a method, shape, relaxation and temperature.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text `prompts` times with different seeds, instead of a task's
-            prompts.
         prompts: texts a row.
         methods: verification methods.
         relaxations: none, ensemble:0.3, a bundle folder, ...
@@ -65,21 +51,8 @@ def run(
         draft_length: tokens on a drafted path.
         branches: paths K, or children M at every node, of methods that draft several; trees of more
             than 512 nodes are left out.
-        max_new_tokens: tokens a text may have.
         batch: prompts decoded together.
-        seed: of prompts and texts.
-        threads: CPU threads.
     """
-    work = Workload(
-        target,
-        draft,
-        task=task,
-        data=data,
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        threads=threads,
-    )
     pair = work.pair()
     encoded = work.prompts(pair, prompts)
     shapes = [
@@ -99,9 +72,9 @@ def run(
             draft_length=draft_length,
             branches=count,
             sampling=Sampling(temperature),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=work.max_new_tokens,
             batch=batch,
-            seeds=[(seed << 32) + number for number in range(len(encoded))],
+            seeds=[(work.seed << 32) + number for number in range(len(encoded))],
         )
         tokens = [len(completion.tokens) for completion in completions]
         calls = [completion.target_calls for completion in completions]

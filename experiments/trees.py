@@ -1,24 +1,27 @@
 """What the choice of a tree is worth: every method with its best constant shape and with what
 chooses before each step.
 
+    python experiments/trees.py --selectors S --latencies L.json
+
 From labels alone, on the contexts of held-out prompts: tokens per second that latencies predict for
 the best constant shape, for an entropy threshold, for the network of `diversed select` and for a
 choice that knows the labels. The constant shape, and the threshold with its two shapes, are the
-best on the training contexts. Intervals are 95 % bootstrap intervals over prompts.
+best on the training contexts.
 
-Where chains are drafted, `confidence` is one of at most eight tokens that ends behind the first
-that the draft gave less than some probability. That is decided while the chain is drawn, so that
-labels of shapes say nothing of it.
+Of methods that draft chains, `confidence` is a chain of at most eight tokens that ends behind the
+first one that the draft gave less than some probability. That is decided while the chain is drawn,
+so labels of shapes say nothing of it.
 
-From decoding test prompts, unless `prompts` is 0: block efficiency, tokens per second as latencies
-predict them for the very steps that were taken, and as measured, where the latencies are this
-machine's.
+From decoding test prompts, unless `prompts` is 0: tokens per call, tokens per second as latencies
+predict them for the very steps that were taken, and as measured if the latencies are this
+machine's. Intervals are 95 % bootstrap intervals over prompts. trees.csv holds what came out.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,10 +31,10 @@ from diversed.benchmarks.bench_decode import check_confidences
 from diversed.benchmarks.bench_latency import clock_of
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
-from diversed.data.tasks import DataOptions
-from diversed.eval.intervals import ratio_of_sums
+from diversed.eval.intervals import percentiles, ratio, resample
 from diversed.runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
 from diversed.runtime.completion import Request
+from diversed.runtime.drafting import Topology
 from diversed.runtime.engine import Engine
 from diversed.runtime.sampling import Sampling
 from diversed.selector.latency import Latencies, read_latencies, simulated
@@ -46,32 +49,15 @@ QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
 
 
 def run(
+    work: Workload = Workload(),  # noqa: B008  frozen
     *,
     selectors: str,
     latencies: str,
     labels: str | None = None,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    dtype: str = "auto",
-    device: str = "cpu",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
     prompts: int = 8,
-    methods: list[str] = [  # noqa: B006
-        "token",
-        "block",
-        "specinfer",
-        "kseq",
-        "traversal",
-        "gbv",
-        "univer",
-    ],  # noqa: B006
+    methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
     temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
     confidences: list[float] = [0.5, 0.95],  # noqa: B006
-    max_new_tokens: int = 48,
-    seed: int = 0,
-    threads: int = 1,
 ) -> list[dict]:
     """Rows of a method and temperature: predicted on held-out contexts, then measured.
 
@@ -80,22 +66,12 @@ def run(
         latencies: what it was given: a file of `diversed bench latency --json`, or gpu for an
             assumed pair.
         labels: folder of its labels, by default SELECTORS/labels.
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        task: where test prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
         prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
         methods: of the selectors there.
         temperatures: of the labels there.
         confidences: each a case of the methods that draft chains.
-        max_new_tokens: tokens of a test text.
-        seed: of test prompts and texts.
-        threads: CPU threads.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(work.threads)
     check_confidences(confidences)
     costs = simulated() if latencies == GPU else read_latencies(latencies)
     folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
@@ -106,44 +82,37 @@ def run(
         known = contexts(folders, method, costs, settings["validation"], settings["seed"])
         module = SelectorModule(known, 0.0, 0.0, settings["width"])
         load_network(Path(selectors) / method, module.network)
-        rows += _predicted(method, known, *settled(known, module.choice(), card), seed)
+        rows += held_out(method, known, *settled(known, module.choice(), card))
         for temperature in temperatures:
             base = known.base[known.temperature == temperature][0]
             shapes[method, temperature] = str(known.shapes[int(base)])
     if not prompts:
         return rows
-    work = Workload(
-        target, draft, dtype, device, task, data, prompt, max_new_tokens, seed, threads
-    )
     pair, clock = work.pair(), clock_of(work)
-    requests = work.requests(work.prompts(pair, prompts + 1)).values()
-    cases = [
-        _Case(
-            method,
-            temperature,
-            name,
-            Engine(
-                pair,
-                method,
-                draft_length=parse_shape(base).depth,
-                branches=branches,
-                sampling=Sampling(temperature),
-            ),
-        )
-        for (method, temperature), base in shapes.items()
-        for name, branches in _choices(method, base, selectors, confidences)
-    ]
-    for number, request in enumerate(track(list(requests), "trees", console=Console(stderr=True))):
+    requests = work.requests(work.prompts(pair, prompts + 1))
+    cases = []
+    for (method, temperature), base in shapes.items():
+        rival = None
+        for name, branches in _choices(method, base, selectors, confidences):
+            length = parse_shape(base).depth
+            sampling = Sampling(temperature)
+            engine = Engine(pair, method, "none", length, branches, sampling=sampling)
+            engine.selector = Watched(engine.selector, clock)
+            cases.append(Case(f"T={temperature:g} {method}", name, method, engine, rival))
+            rival = rival or cases[-1]
+    # The first text is for what is computed once in a process.
+    for number in track(requests, "trees", console=Console(stderr=True)):
         for case in cases:
-            case.decode(request, clock, keep=number > 0)
+            case.decode(requests[number], clock, keep=number > 0)
     for case in cases:
-        rows += case.rows(cases, costs, measured=latencies != GPU)
+        rows += case.rows(costs, measured=latencies != GPU)
     return rows
 
 
 def _choices(
     method: str, base: str, selectors: str, confidences: list[float]
 ) -> list[tuple[str, str]]:
+    """(name, `branches`) of every case of a method, the best constant shape first."""
     found = [(base, base), ("selector", f"{selectors}/{method}")]
     if METHODS[method].drafting == "chain":
         found += [(f"confidence {least:g}", f"confidence:{least},8") for least in confidences]
@@ -159,96 +128,126 @@ def entropy_choice(known: Contexts, temperature: float) -> Tensor:
     least, choice = float("inf"), known.base
     for threshold in torch.quantile(entropy[here], QUANTILES):
         low, high = here & (entropy <= threshold), here & (entropy > threshold)
-        (below, first), (above, second) = (known.cost[part].sum(0).min(0) for part in (low, high))
+        below, first = known.cost[low].sum(0).min(0)
+        above, second = known.cost[high].sum(0).min(0)
         if below + above < least:
             least, choice = below + above, torch.where(entropy <= threshold, first, second)
     return choice
 
 
-def _predicted(
-    method: str, known: Contexts, learned: Tensor, choosing: Tensor, seed: int
-) -> list[dict]:
+def held_out(method: str, known: Contexts, learned: Tensor, choosing: Tensor) -> list[dict]:
     """One row a choice and temperature on held-out prompts; choosing: [S] seconds that the learned
     one takes.
     """
     rows = []
+    nothing = torch.zeros_like(choosing)
     for temperature in known.temperature.unique().tolist():
         here = known.held & (known.temperature == temperature)
         shape = str(known.shapes[int(known.base[here][0])])
         choices = {
-            shape: (known.base, 0.0),
-            "entropy": (entropy_choice(known, temperature), 0.0),
-            "selector": (learned, choosing[here]),
-            "ideal": (known.cost.argmin(1), 0.0),
+            shape: (known.base, nothing),
+            "entropy": (entropy_choice(known, temperature), nothing),
+            "selector": (learned, choosing),
+            "ideal": (known.cost.argmin(1), nothing),
         }
-        rates, per_call = _resampled(known, choices, here, seed)
-        for name, values in rates.items():
-            gain = values / rates[shape]
-            row = {
-                "case": f"T={temperature:g} {method} {name}, held out",
-                "value": float(values[0]),
-                "unit": "tokens/s predicted",
-                "low": _quantile(values, 0.025),
-                "high": _quantile(values, 0.975),
-                "tokens_per_call": float(per_call[name][0]),
-            }
-            if name != shape:
-                row |= {
-                    "vs": {shape: float(gain[0])},
-                    "vs_low": _quantile(gain, 0.025),
-                    "vs_high": _quantile(gain, 0.975),
-                }
-            rows.append(row)
+        rival = None
+        for name, (choice, taken) in choices.items():
+            tokens, seconds, steps = _sums(known, choice, taken, here)
+            rate = np.stack([tokens, seconds], 1)
+            case = f"T={temperature:g} {method} {name}, held out"
+            row = rate_row(case, "tokens/s predicted", rate, rival, shape)
+            rows.append(row | {"tokens_per_call": float(tokens.sum() / steps.sum())})
+            rival = rate if rival is None else rival
     return rows
 
 
-def _resampled(
-    known: Contexts, choices: dict[str, tuple[Tensor, Tensor | float]], here: Tensor, seed: int
-):
-    """name -> [1 + RESAMPLES] tokens per second, and per call: of all held-out prompts, then of
-    resampled ones.
-
-    choices: name -> (shapes [S], seconds that choosing takes at the contexts `here`).
-    """
+def _sums(known: Contexts, choice: Tensor, choosing: Tensor, here: Tensor) -> np.ndarray:
+    """[3, P] tokens, seconds and steps of every prompt at the contexts `here`."""
     prompts, owner = known.prompt[here].unique(return_inverse=True)
-    weights = torch.ones(1 + RESAMPLES, len(prompts), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(prompts), (RESAMPLES, len(prompts)), generator=generator)
-    weights[1:] = torch.zeros(RESAMPLES, len(prompts), dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
-    )
-
-    def sums(values: Tensor) -> Tensor:
-        return weights @ torch.zeros(len(prompts), dtype=torch.float64).index_add(
-            0, owner, values.double()
-        )
-
-    rates, per_call = {}, {}
-    for name, (choice, choosing) in choices.items():
-        at = choice[here].unsqueeze(1)
-        tokens, steps = (
-            sums(torch.ones(len(at))),
-            1 / known.efficiency[here].double().gather(1, at)[:, 0],
-        )
-        rates[name] = tokens / sums(known.cost[here].gather(1, at)[:, 0] + steps * choosing)
-        per_call[name] = tokens / sums(steps)
-    return rates, per_call
+    at = choice[here].unsqueeze(1)
+    steps = 1 / known.efficiency[here].double().gather(1, at)[:, 0]
+    seconds = known.cost[here].double().gather(1, at)[:, 0] + steps * choosing[here]
+    columns = torch.stack([torch.ones_like(steps), seconds, steps])
+    found = torch.zeros(3, len(prompts), dtype=torch.float64)
+    return found.index_add(1, owner, columns).numpy()
 
 
-def _quantile(values: Tensor, share: float) -> float:
-    return float(torch.quantile(values[1:], share))
+def rate_row(
+    case: str, unit: str, mine: np.ndarray, rival: np.ndarray | None = None, name: str = ""
+) -> dict:
+    """A row of tokens per second or call, and its ratio to a rival's on the same prompts.
+
+    mine, rival: [P, 2] what each prompt adds to tokens and to what they are divided by.
+    """
+    low, high = percentiles(resample(mine, ratio, RESAMPLES))
+    row = {"case": case, "unit": unit, "value": float(ratio(mine.sum(0)))}
+    row |= {"low": float(low), "high": float(high)}
+    if rival is None:
+        return row
+    both = np.concatenate([mine, rival], 1)
+    low, high = percentiles(resample(both, _gain, RESAMPLES))
+    gain = {"vs": {name: float(_gain(both.sum(0)))}}
+    return row | gain | {"vs_low": float(low), "vs_high": float(high)}
+
+
+def _gain(sums: np.ndarray) -> np.ndarray:
+    """[...] one rate over another, of four sums [..., 4]."""
+    return ratio(sums[..., :2]) / ratio(sums[..., 2:])
+
+
+class Watched:
+    """A selector's stand-in: it does what the selector does, and notes what was grown and how long
+    the choices took.
+
+    grown:   parents of the tree of every step, if the loop tells the selector.
+    seconds: of every call, by what was called.
+    """
+
+    def __init__(self, selector, clock: Callable[[], float]):
+        self.selector, self.clock = selector, clock
+        self.forget()
+
+    def forget(self) -> None:
+        self.grown: list[tuple[int, ...]] = []
+        self.seconds: dict[str, list[float]] = {"features": [], "select": [], "update": []}
+
+    def __getattr__(self, name: str):
+        return getattr(self.selector, name)
+
+    def features(self, context) -> Tensor:
+        return self._timed("features", context)
+
+    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
+        return self._timed("select", numbers, active)
+
+    def update(self, tree, *rest) -> tuple[Tensor, ...]:
+        self.grown.append(tree.parents)
+        return self._timed("update", tree, *rest)
+
+    def _timed(self, name: str, *arguments):
+        began = self.clock()
+        found = getattr(self.selector, name)(*arguments)
+        self.seconds[name].append(self.clock() - began)
+        return found
 
 
 @dataclass
-class _Case:
-    """One way of decoding; of every text tokens, calls, seconds, mean context and how often each
-    shape was grown. The first text is for what is computed once a process.
+class Case:
+    """One way of decoding, and what was counted, one entry a text.
+
+    group, name: which method and temperature, and which choice of trees.
+    engine:      its selector is `Watched`.
+    rival:       the case of the same group with the constant shape; None for that case itself.
+    context:     mean tokens before a step.
+    grown:       how often each of the engine's shapes was grown.
+    choosing:    seconds that the selector took, of all texts.
     """
 
-    method: str
-    temperature: float
+    group: str
     name: str
+    method: str
     engine: Engine
+    rival: Case | None
     tokens: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -256,25 +255,17 @@ class _Case:
     grown: list[Counter] = field(default_factory=list)
     choosing: float = 0.0
 
-    def decode(self, request: Request, clock, keep: bool) -> None:
+    def decode(self, request: Request, clock: Callable[[], float], keep: bool) -> None:
         """Decode one text; the prefill and the first step are not counted."""
-        ends, counts, looked, chosen, remembered, grown = [], [], [], [], [], []
-        selector = self.engine.selector
-        selector.features = _watched(selector.features, looked, clock)
-        selector.select = _watched(selector.select, chosen, clock)
-        watched = _watched(selector.update, remembered, clock)
+        watched = self.engine.selector
+        watched.forget()
+        ends, counts = [], []
 
-        def remember(tree, *rest):
-            grown.append(tree.parents)
-            return watched(tree, *rest)
+        def on_step(_: int, new: list[int], ended: bool) -> None:
+            ends.append(clock())
+            counts.append(len(new))
 
-        selector.update = remember
-        (done,) = self.engine.run(
-            {0: request},
-            static=False,
-            on_step=lambda _, new, __: (ends.append(clock()), counts.append(len(new))),
-        ).values()
-        del selector.features, selector.select, selector.update
+        (done,) = self.engine.run({0: request}, static=False, on_step=on_step).values()
         if len(ends) < 2 or not keep:
             return
         self.tokens.append(sum(counts[1:]))
@@ -282,88 +273,52 @@ class _Case:
         self.seconds.append(ends[-1] - ends[0])
         self.context.append(len(request.tokens) + len(done.tokens) / 2)
         places = {shape.parents: place for place, shape in enumerate(self.engine.shapes)}
-        self.grown.append(Counter([places[tree] for tree in grown[1:]] or [0] * (len(ends) - 1)))
-        self.choosing += sum(taken for _, taken in looked[1:] + chosen[1:] + remembered[1:])
+        grown = [places[parents] for parents in watched.grown[1:]]
+        self.grown.append(Counter(grown or [0] * (len(ends) - 1)))
+        self.choosing += sum(sum(taken[1:]) for taken in watched.seconds.values())
 
     def predicted(self, costs: Latencies) -> list[float]:
-        """Seconds of every text if its steps took what latencies say of their shapes at its mean
-        context.
-        """
-        return [
-            sum(
-                count
-                * costs.step(self.method, _shape(self.engine, index), np.array([context]))[0]
-                / 1e3
-                for index, count in grown.items()
-            )
-            for grown, context in zip(self.grown, self.context, strict=True)
-        ]
+        """Seconds of every text if each step took what latencies say of its shape."""
+        found = []
+        for grown, context in zip(self.grown, self.context, strict=True):
+            milliseconds = 0.0
+            for index, count in grown.items():
+                shape, at = _shape(self.engine.shapes[index]), np.array([context])
+                milliseconds += count * costs.step(self.method, shape, at)[0]
+            found.append(milliseconds / 1e3)
+        return found
 
-    def rows(self, cases: list[_Case], costs: Latencies, measured: bool) -> list[dict]:
+    def rows(self, costs: Latencies, measured: bool) -> list[dict]:
         """Tokens per call and per second, against the constant shape; a selector's share of a step."""
-        case = f"T={self.temperature:g} {self.method} {self.name}"
-        rival = next(
-            c for c in cases if (c.method, c.temperature) == (self.method, self.temperature)
-        )
+        case = f"{self.group} {self.name}"
         predicted = self.predicted(costs)
-        rows = [{"case": case, "unit": "tokens/call", **_interval(self.tokens, self.calls)}]
-        row = {
-            "case": f"{case}, predicted",
-            "unit": "tokens/s",
-            **_interval(self.tokens, predicted),
-        }
-        rows.append(row | _versus(self.tokens, predicted, rival, rival.predicted(costs)))
-        if measured:
-            rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": sum(self.seconds) / sum(predicted)}
-            row = {"case": case, "unit": "tokens/s", **_interval(self.tokens, self.seconds)}
-            rows.append(row | _versus(self.tokens, self.seconds, rival, rival.seconds))
-        if self.name == "selector" and measured:
+        rows = [rate_row(case, "tokens/call", self._of(self.calls))]
+        theirs = self.rival and self.rival._of(self.rival.predicted(costs))
+        rows.append(self._rate(f"{case}, predicted", predicted, theirs))
+        if not measured:
+            return rows
+        slower = sum(self.seconds) / sum(predicted)
+        rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": slower}
+        theirs = self.rival and self.rival._of(self.rival.seconds)
+        rows.append(self._rate(case, self.seconds, theirs))
+        if self.name == "selector":
             share = 100 * self.choosing / sum(self.seconds)
             rows.append({"case": f"{case}, choosing", "unit": "% of a step", "value": share})
         return rows
 
+    def _rate(self, case: str, seconds: list[float], theirs: np.ndarray | None) -> dict:
+        name = self.rival.name if self.rival else ""
+        return rate_row(case, "tokens/s", self._of(seconds), theirs, name)
 
-def _interval(tokens: list[int], spent: list[float]) -> dict[str, float]:
-    return dict(zip(("value", "low", "high"), ratio_of_sums(tokens, spent, RESAMPLES), strict=True))
-
-
-def _versus(tokens: list[int], seconds: list[float], rival: _Case, its: list[float]) -> dict:
-    """The ratio of two rates with its 95 % interval, over the same texts' prompts; nothing for the
-    rival itself.
-    """
-    if tokens is rival.tokens:
-        return {}
-    drawn = torch.randint(
-        len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0)
-    )
-    sums = [
-        torch.tensor(column, dtype=torch.float64)[drawn].sum(1)
-        for column in (tokens, seconds, rival.tokens, its)
-    ]
-    ratios = sums[0] / sums[1] * sums[3] / sums[2]
-    value = sum(tokens) / sum(seconds) * sum(its) / sum(rival.tokens)
-    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return {"vs": {rival.name: value}, "vs_low": low, "vs_high": high}
+    def _of(self, spent: list[float]) -> np.ndarray:
+        """[P, 2] tokens of every text and what they took."""
+        return np.array([self.tokens, spent], dtype=np.float64).T
 
 
-def _watched(function, kept: list, clock):
-    """The function, whose results and seconds are added to `kept`."""
-
-    def call(*arguments):
-        began = clock()
-        found = function(*arguments)
-        kept.append((found, clock() - began))
-        return found
-
-    return call
-
-
-def _shape(engine: Engine, index: int):
+def _shape(topology: Topology):
     """The shape that a topology has."""
-    topology = engine.shapes[index]
-    widths = [
-        last - first for first, last in zip(topology.bounds, topology.bounds[1:], strict=False)
-    ]
+    bounds = topology.bounds
+    widths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
     paths = widths[-1]
     trunk = widths.count(1) - 1 if paths > 1 else 0
     return parse_shape(f"{paths}x{len(widths) - 1 - trunk}+{trunk}")

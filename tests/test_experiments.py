@@ -2,14 +2,16 @@
 
 import json
 
+from diversed.commands.options import call
+
 from .support.scripts import script
 
 TEXTS = {"prompts": 2, "max_new_tokens": 6}
 
 
 def test_block_efficiency_has_a_row_for_every_method_shape_relaxation_and_temperature():
-    rows = script("efficiency").run(
-        **TEXTS, methods=["block", "rrsw"], relaxations=["none", "ensemble:0.3"], temperatures=[0.7], draft_length=2,
+    rows = call(
+        script("efficiency").run, **TEXTS, methods=["block", "rrsw"], relaxations=["none", "ensemble:0.3"], temperatures=[0.7], draft_length=2,
         branches=[2],
     )  # fmt: skip
     assert [row["case"] for row in rows] == [

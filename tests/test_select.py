@@ -251,7 +251,7 @@ def test_an_entropy_threshold_is_the_best_of_its_kind_on_the_training_contexts()
 def test_the_benchmark_sets_what_is_predicted_beside_what_is_measured(selected):
     out, _ = selected
     options = {"selectors": str(out), "methods": ["block", "traversal"], "temperatures": [1.0]}
-    rows = trees.run(latencies="gpu", prompts=0, **options)
+    rows = call(trees.run, latencies="gpu", prompts=0, **options)
     names = [row["case"].split(" ", 1)[1].removesuffix(", held out") for row in rows]
     base = json.loads((out / "traversal" / "selector.json").read_text())["figures"][1]
     assert names[4:] == [
@@ -267,8 +267,8 @@ def test_the_benchmark_sets_what_is_predicted_beside_what_is_measured(selected):
 
 def test_a_chain_that_ends_by_confidence_is_priced_by_the_steps_that_it_took(selected):
     out, _ = selected
-    rows = trees.run(
-        selectors=str(out), latencies="gpu", methods=["block", "traversal"], temperatures=[1.0], prompts=3,
+    rows = call(
+        trees.run, selectors=str(out), latencies="gpu", methods=["block", "traversal"], temperatures=[1.0], prompts=3,
         confidences=[0.9],
     )  # fmt: skip
     found = {(row["case"], row["unit"]): row for row in rows if "held out" not in row["case"]}
@@ -293,8 +293,8 @@ def test_measured_rows_count_the_steps_that_were_taken(selected, tmp_path):
     card = json.loads((copied / "selector.json").read_text())
     card["bases"] = [base | {"constant": False} for base in card["bases"]]
     (copied / "selector.json").write_text(json.dumps(card))
-    rows = trees.run(
-        selectors=str(tmp_path), labels=str(out / "labels"), latencies=str(tmp_path / "F.json"), methods=["traversal"],
+    rows = call(
+        trees.run, selectors=str(tmp_path), labels=str(out / "labels"), latencies=str(tmp_path / "F.json"), methods=["traversal"],
         temperatures=[1.0], prompts=2, max_new_tokens=10,
     )  # fmt: skip
     measured = {(row["case"], row["unit"]): row for row in rows if "held out" not in row["case"]}
