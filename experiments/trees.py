@@ -34,7 +34,7 @@ from diversed.commands.bench import measure
 from diversed.eval.intervals import percentiles, ratio, resample
 from diversed.runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
 from diversed.runtime.completion import Request
-from diversed.runtime.drafting import Topology
+from diversed.runtime.drafting import DraftShape
 from diversed.runtime.engine import Engine
 from diversed.runtime.sampling import Sampling
 from diversed.selector.latency import Latencies, read_latencies, simulated
@@ -315,7 +315,7 @@ class Case:
         return np.array([self.tokens, spent], dtype=np.float64).T
 
 
-def _shape(topology: Topology):
+def _shape(topology: DraftShape):
     """The shape that a topology has."""
     bounds = topology.bounds
     widths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
