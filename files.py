@@ -303,25 +303,30 @@ def within(low: int, high: int | None = None, **numbers: int | None) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them where they
+    """The end of a sentence about an unknown name: the nearest known one, or all of them if they
     are few.
     """
     names = sorted(names)
-    group = name.rpartition(".")[0]
-    siblings = {
-        other.removeprefix(group): other
-        for other in names
-        if group and other.startswith(f"{group}.")
-    }
-    known = siblings or {other: other for other in names}
-    close = get_close_matches(
-        name.removeprefix(group) if siblings else name, known, n=1, cutoff=0.5
-    )
-    if close:
-        return f"; did you mean `{known[close[0]]}`?"
+    if hint := close_to(name, names):
+        return hint
     if len(names) > FEW:
         return "; --help lists them all"
     return f"; it is one of {', '.join(names)}" if names else ""
+
+
+def close_to(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, or nothing.
+
+    Of dotted names the last part counts if the parts before it are known.
+    """
+    names = list(names)
+    group = name.rpartition(".")[0] + "."
+    siblings = [other for other in names if group != "." and other.startswith(group)]
+    known = siblings or names
+    prefix = group if siblings else ""
+    ends = {other.removeprefix(prefix): other for other in known}
+    close = get_close_matches(name.removeprefix(prefix), ends, n=1, cutoff=0.5)
+    return f"; did you mean `{ends[close[0]]}`?" if close else ""
 
 
 def worker(num_shards: int | None, shard_index: int | None) -> tuple[int, int]:

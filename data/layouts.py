@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from ..files import close_to
 from .sources import Source
 
 
@@ -82,12 +82,6 @@ def choose(layouts: Sequence[Layout], source: Source) -> Layout:
     )
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error sentence: "; did you mean ...?", or nothing."""
-    near = get_close_matches(name, list(names), 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _lacks(row: dict, field: str) -> bool:
     try:
         _lookup(row, field)
@@ -136,7 +130,7 @@ def text_of(row: dict, field: str, place: str) -> str:
 
 
 def _no_field(row: dict, field: str, place: str) -> str:
-    return f"{place} has no field {field}, it has {_listing(row)}{nearest(field, row)}"
+    return f"{place} has no field {field}, it has {_listing(row)}{close_to(field, row)}"
 
 
 def _listing(row: dict) -> str:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .layouts import Layout, nearest
+from ..files import close_to
+from .layouts import Layout
 from .programs import humaneval_row, mbpp_row
 from .prompts import PLACES, check_template
 from .scores import SCORES
@@ -158,7 +159,7 @@ def recipe_for(name: str, options: DataOptions) -> Recipe:
     """The task's recipe with the options put in."""
     if name not in TASKS:
         raise ValueError(
-            f"the task must be one of {', '.join(TASKS)}, got {name!r}{nearest(name, TASKS)}"
+            f"the task must be one of {', '.join(TASKS)}, got {name!r}{close_to(name, TASKS)}"
         )
     recipe = TASKS[name]
     layouts = _layouts(name, options)
@@ -213,7 +214,7 @@ def _score(name: str, options: DataOptions) -> str:
     listing = ", ".join(SCORES)
     if score not in SCORES:
         raise ValueError(
-            f"`data.score` must be one of {listing}, got {score!r}{nearest(score, SCORES)}"
+            f"`data.score` must be one of {listing}, got {score!r}{close_to(score, SCORES)}"
         )
     if name == "jsonl" and options.reference_field and not options.score:
         raise ValueError(

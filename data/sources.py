@@ -16,8 +16,9 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
+
+from ..files import close_to
 
 SPLITS = ("train", "validation", "test")
 STEMS = {name: name for name in SPLITS} | {name: "validation" for name in ("valid", "val", "dev")}
@@ -107,10 +108,7 @@ def _carved(split: str, stored: Collection[str], whole: bool) -> tuple[str, ...]
 def split_files(path: Path) -> dict[str, Path]:
     """Split -> its own file; a lone file is {"train": file}."""
     if not path.exists():
-        near = get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], 1
-        )
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = close_to(path.name, [other.name for other in path.parent.glob("*")])
         raise FileNotFoundError(
             f"`data.path` must be a file or a folder, {path} does not exist{hint}"
         )

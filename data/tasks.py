@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..files import within
+from ..files import close_to, within
 from . import sandbox
-from .layouts import Blank, Layout, choose, nearest
+from .layouts import Blank, Layout, choose
 from .prompts import Example, encode, fill
 from .recipes import TASKS, DataOptions, Recipe, recipe_for
 from .scores import SCORES, missing
@@ -105,7 +105,7 @@ def load_task(
     recipe = recipe_for(name, options)
     if split not in SPLITS:
         raise ValueError(
-            f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}"
+            f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{close_to(split, SPLITS)}"
         )
     within(1, limit=limit)
     within(0, seed=seed)

@@ -477,8 +477,8 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
     )
     for words, sentence in (
         (["--eval.relaxations", "ensemble:7"], "relaxation 'ensemble:7': weight must lie in [0, 1], got 7"),
-        (["--eval.methods", "blok"], "unknown method 'blok'; did you mean block or token?"),
-        (["--gather.relaxation", "nome"], "unknown relaxation 'nome'; did you mean none?"),
+        (["--eval.methods", "blok"], "unknown method 'blok'; did you mean `block`?"),
+        (["--gather.relaxation", "nome"], "unknown relaxation 'nome'; did you mean `none`?"),
     ):
         assert refused("run", "--config", "quickstart", *words) == f"diversed run: {sentence}"
 

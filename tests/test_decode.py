@@ -199,7 +199,7 @@ def test_stop_strings_are_found_across_tokens_and_cut_off():
         ({"prompts": [[2], []]}, "prompt 1 has no tokens"),
         ({"prompts": [[2, 99]]}, "prompt 0 has a token outside 0..10"),
         ({"prompts": [[2] * 120]}, "prompt 0 is longer than the context"),
-        ({"method": "blok"}, "did you mean block"),
+        ({"method": "blok"}, "did you mean `block"),
         ({"method": "plain", "relaxation": "ensemble:0.3"}, "`plain` has no draft"),
         ({"draft_length": 0}, "`draft_length` must be at least 1"),
         ({"draft_length": 10**12}, "`draft_length` must be at most 512"),

@@ -521,7 +521,7 @@ def test_a_method_refuses_trees_that_its_drafting_law_cannot_draw():
         METHODS["gbv"].law(random_tree(full_tree(2, 2)))
     with pytest.raises(ValueError, match="exact for"):
         METHODS["univer"].require("with_replacement")
-    with pytest.raises(ValueError, match="did you mean without_replacement"):
+    with pytest.raises(ValueError, match="did you mean `without_replacement"):
         METHODS["rrsw"].require("without-replacement")
 
 
@@ -531,7 +531,7 @@ MINE = Method(METHODS["token"].unchecked, "chain")
 def test_a_method_may_be_named_by_its_module():
     assert method(f"{__name__}:MINE") is MINE
     assert method("greedy-tree") is METHODS["greedy_tree"]
-    with pytest.raises(ValueError, match="did you mean traversal"):
+    with pytest.raises(ValueError, match="did you mean `traversal"):
         method("traversl")
     with pytest.raises(ValueError, match="must name a verifier.Method"):
         method("math:pi")

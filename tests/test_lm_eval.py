@@ -134,7 +134,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(model):
     [
         ({"batch_size": "auto"}, "`batch_size` must be a whole number from 1 on, got 'auto'"),
         ({"batch_size": 0}, "`batch_size` must be a whole number from 1 on, got 0"),
-        ({"relaxation": "ensembl:0.3"}, "unknown relaxation 'ensembl:0.3'; did you mean ensemble"),
+        ({"relaxation": "ensembl:0.3"}, "unknown relaxation 'ensembl:0.3'; did you mean `ensemble"),
         ({"relaxation": None}, "`relaxation` must be a text, got None"),
         ({"method": 3}, "`method` must be a text, got 3"),
         ({"draft_length": 0}, "`draft_length` must be at least 1, got 0"),

@@ -51,7 +51,7 @@ def test_an_error_of_one_percent_is_missed_as_rarely_as_stated():
 
 
 def test_an_unknown_method_is_named():
-    with pytest.raises(ValueError, match="did you mean block"):
+    with pytest.raises(ValueError, match="did you mean `block"):
         selfcheck("blok")
 
 

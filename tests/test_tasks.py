@@ -514,11 +514,11 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": b'{"prompt": ["p"]}\n'}, ["got a list", "name what is inside, such as prompt.0"]),
         ({"content": b'{"prompt": {"de": "p"}}\n'}, ["got a dict", "such as prompt.de"]),
         ({"content": b'{"prompt": []}\n'}, ["got a list"]),
-        ({"content": ROW, "prompt_field": "promt"}, ["no field promt, it has prompt, gold; did you mean prompt?"]),
-        ({"content": ROW, "reference_field": "goold", "score": "exact"}, ["no field goold", "did you mean gold?"]),
+        ({"content": ROW, "prompt_field": "promt"}, ["no field promt, it has prompt, gold; did you mean `prompt`?"]),
+        ({"content": ROW, "reference_field": "goold", "score": "exact"}, ["no field goold", "did you mean `gold`?"]),
         ({"content": ROW, "reference_field": "gold"}, ["`data.score` must say how", "rougeL"]),
         ({"content": ROW, "score": "exact"}, ["the score exact needs `data.reference_field`"]),
-        ({"content": ROW, "score": "rougel", "reference_field": "gold"}, ["'rougel'; did you mean rougeL?"]),
+        ({"content": ROW, "score": "rougel", "reference_field": "gold"}, ["'rougel'; did you mean `rougeL`?"]),
         ({"content": b'{"prompt": "p", "answer": ""}\n', **ANSWERS}, ["line 1 of r.jsonl has an empty reference"]),
         (
             {"content": b'{"prompt": "p", "answer": "x"}\n', **ANSWERS},
@@ -533,14 +533,14 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": ROW + b'{"prompt": ' + b"9" * 5000 + b"}"}, ["line 2 of", "must be JSON: Exceeds the limit"]),
         ({"content": ROW, "seed": -1}, ["`seed` must be at least 0, got -1"]),
         ({"content": ROW, "limit": 0}, ["`limit` must be at least 1, got 0"]),
-        ({"content": ROW, "split": "valdation"}, ["'valdation'; did you mean validation?"]),
+        ({"content": ROW, "split": "valdation"}, ["'valdation'; did you mean `validation`?"]),
         (
             {"content": ROW, "whole": False, "split": "validation"},
             ["the validation split of", "is empty: it is carved from 1 rows"],
         ),
         ({"content": ROW, "name": "gsm8k"}, ["line 1 of r.jsonl must have the fields question, answer; or turns.0"]),
         ({"content": ROW, "name": "sums"}, ["the task sums makes its own problems, leave out `data.path`"]),
-        ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean gsm8k?"]),
+        ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean `gsm8k`?"]),
         ({"content": ROW, "name": "mbpp"}, ["line 1 of r.jsonl has no field test_list, it has prompt, gold"]),
         ({"content": b'{"text": "t", "test_list": []}\n', "name": "mbpp"}, ["an empty reference (field test_list)"]),
         ({"content": b'{"text": "t", "test_list": [["a"]]}\n', "name": "mbpp"}, ["text in the field test_list.0"]),
@@ -576,7 +576,7 @@ def test_a_mistake_is_one_sentence_that_says_where_and_what_instead(tmp_path, gi
 
 def test_a_mistyped_file_name_brings_the_nearest_one(tmp_path):
     write(tmp_path / "question.jsonl", numbered(1))
-    assert mistake(tmp_path, content=None, file="questions.jsonl").endswith("did you mean question.jsonl?")
+    assert mistake(tmp_path, content=None, file="questions.jsonl").endswith("did you mean `question.jsonl`?")
 
 
 def test_a_folder_with_unclear_files_is_refused_by_their_names(tmp_path):

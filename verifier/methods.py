@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from importlib import import_module
 
 import torch
 
+from ..files import nearest
 from . import plans
 from .compose import conditional, top_down
 from .law import DraftTree, Law, validate
@@ -87,9 +87,7 @@ def _imported(name: str) -> Method:
 def _known(what: str, name: str, names) -> str:
     if name in names:
         return name
-    near = get_close_matches(name, list(names), 3, 0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}"
-    raise ValueError(f"unknown {what} {name!r}; {hint}")
+    raise ValueError(f"unknown {what} {name!r}{nearest(name, names)}")
 
 
 def _in_single_precision(law: Callable[[DraftTree], Law], tree: DraftTree) -> Law:

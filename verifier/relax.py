@@ -46,13 +46,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..files import close_to
 from .law import DraftTree
 from .tree import on_device, topology
 
@@ -380,11 +380,8 @@ def _base(text: str, base: str, recorded: bool) -> Relaxation:
     if base and recorded:
         return Relaxation.of_bundle(base)
     known = [*RULES, "learned"]
-    near = get_close_matches(name, known, 1, 0.5)
-    known = f"known are {', '.join(known)}, a bundle folder and package.module:NAME"
-    raise ValueError(
-        f"unknown relaxation {text!r}; {f'did you mean {near[0]}?' if near else known}"
-    )
+    others = f"; known are {', '.join(known)}, a bundle folder and package.module:NAME"
+    raise ValueError(f"unknown relaxation {text!r}{close_to(name, known) or others}")
 
 
 def _within(text: str, value: str, label: str, low: float, high: float, closed: bool) -> float:
