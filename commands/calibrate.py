@@ -119,10 +119,8 @@ def calibrate(
             draft_length=decoding.draft_length or card["draft_length"],
             sampling=decoding.sampling,
         )
-        named = {role: card["models"][role]["name"] for role in ("target", "draft")}
-        named |= {role: name for role in named if (name := getattr(models, role))}
         prompts = replace(prompts, task=prompts.task or card["task"])
-        sweep = prepare(run, replace(models, **named), prompts, grid, decoding.batch)
+        sweep = prepare(run, models.of_bundle(before), prompts, grid, decoding.batch)
         if not sweep.task.scores_text:
             raise ValueError(
                 f"the score {sweep.task.metric} has no bounds; calibrate on a task whose score is"

@@ -3,172 +3,176 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from ..data.requests import Line, Results, read_lines
-from ..files import MOST_THREADS, SEEDS, Progress, within
+from ..files import MOST_THREADS, SEEDS, Progress, sha256, versions, within
+from ..runtime import autotune
 from ..runtime.completion import Completion, Request, Stream, check_stop
-from ..runtime.drafting import Branches
+from ..runtime.engine import STAGES, Engine, decode, run_grouped
+from ..runtime.groups import BundleModels, Tree
+from ..runtime.model import Pair
 from ..runtime.prompt import check_text, prompt_tokens
 from ..runtime.sampling import Sampling
-
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
-    from ..runtime.model import Pair
-
-# Options of an `Engine` besides the relaxation.
-TREE = (
-    "method",
-    "draft_length",
-    "branches",
-    "trunk",
-    "drafting",
-    "relax_leaf",
-    "sampling",
-    "compile",
-)
+from ..verifier.relax import parse
 
 
-def decode_command(
-    *,
-    prompt: str | None = None,
-    input: str | None = None,
-    output: str | None = None,
-    target: str | None = None,
-    draft: str | None = None,
-    method: str = "token",
-    relaxation: str = "none",
-    draft_length: int = 5,
-    branches: Branches = None,
-    trunk: int = 0,
-    drafting: str | None = None,
-    relax_leaf: bool = False,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    max_new_tokens: int = 128,
-    stop: tuple[str, ...] = (),
-    chat: bool = False,
-    seed: int = 0,
-    batch: int = 32,
-    unit: int = 256,
-    dtype: str = "auto",
-    device: str = "cpu",
-    threads: int | Literal["auto"] = "auto",
-    compile: bool = False,
-    trust_remote_code: bool = False,
-) -> None:
-    """Continue a prompt and stream the text, or continue every prompt of a file; end with
-    statistics.
+@dataclass(frozen=True)
+class Text:
+    """A prompt, and how its text goes on.
 
     Args:
         prompt: the text to continue; `-` reads it from standard input.
-        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`,
-            `max_new_tokens`, `stop` and `relaxation`; lines of one relaxation are decoded together.
-        output: file of results, one JSON object for each line of the input, in its order; one that
-            was begun with the same options is continued, and ends with the same bytes.
-        target: folder, hub name or .gguf file of the model being served; by default the bundle's,
-            else `sums-target`.
-        draft: folder, hub name or .gguf file of the cheap model; by default the bundle's, else
-            `sums-draft`.
-        method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer,
-            package.module:NAME, or plain (the target alone).
-        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2,
-            typical:0.09,0.3 or a bundle folder; after it `;bias=0.5` and `;budget=3`.
-        draft_length: tokens on a drafted path.
-        branches: number of paths, or children of a node (one number, or one for each depth), where
-            a tree is verified; a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at
-            each step: auto (gbv's number of paths), entropy:NATS,SHAPE,SHAPE,
-            confidence:PROBABILITY,TOKENS (a chain that ends behind a token the draft gave less), or
-            a folder of `diversed select` or a bundle that holds its network.
-        trunk: single drafted tokens before a tree's first branching.
-        drafting: chain, paths, with_replacement, without_replacement or greedy, where a method is
-            exact for several.
-        relax_leaf: run the draft on the last drafted token too and relax there.
-        sampling: temperature, top_k, top_p, min_p of both models.
         max_new_tokens: tokens the text may have.
         stop: strings that end the text.
         chat: send the prompt through the tokenizer's chat template.
         seed: of the request's random numbers; in a file, line i (from 0) has seed * 2^32 + i unless
             it names its own.
-        batch: prompts of a file decoded together; where one ends the next begins.
+    """
+
+    prompt: str | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    chat: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        within(1, max_new_tokens=self.max_new_tokens)
+        within(*SEEDS, seed=self.seed)
+        check_stop(self.stop)
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """A file of prompts in place of one.
+
+    Args:
+        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`,
+            `max_new_tokens`, `stop` and `relaxation`; lines of one relaxation are decoded together.
+        output: file of results, one JSON object for each line of the input, in its order; one that
+            was begun with the same options is continued, and ends with the same bytes.
+        batch: prompts of a file decoded together; when one ends, the next begins.
         unit: lines of a file that are decoded and written together; what a kill cut off is decoded
             again.
-        dtype: float32, bfloat16, float16, or auto: as stored, and on a CPU that computes a stored
-            half slower, float32.
-        device: cpu, cuda, ..., or auto to spread the models.
+    """
+
+    input: str | None = None
+    output: str | None = None
+    batch: int = 32
+    unit: int = 256
+
+    def __post_init__(self):
+        within(1, batch=self.batch, unit=self.unit)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How texts are decoded: all that was asked for but the prompts."""
+
+    models: BundleModels
+    tree: Tree
+    text: Text
+    relaxation: str
+    sampling: Sampling
+    threads: int | Literal["auto"]
+    compile: bool
+
+    def load(self) -> Pair:
+        return self.models.of_bundle(parse(self.relaxation).folder).load()
+
+    def options(self) -> dict[str, Any]:
+        """Those of an engine besides the relaxation."""
+        return vars(self.tree) | {"sampling": self.sampling, "compile": self.compile}
+
+    def settle_threads(self, pair: Pair, rows: int) -> int:
+        """The number of threads, which torch has from here on; `auto` is measured for steps of this
+        many rows, and on other devices it is 1.
+        """
+        if self.threads != "auto":
+            torch.set_num_threads(self.threads)
+            return self.threads
+        if pair.target.device.type != "cpu":
+            return 1
+        return autotune.fastest_threads(pair.target, rows, self.tree.draft_length + 1)
+
+
+def decode_command(
+    models: BundleModels = BundleModels(),
+    tree: Tree = Tree(),
+    text: Text = Text(),
+    file: PromptFile = PromptFile(),
+    *,
+    relaxation: str = "none",
+    sampling: Sampling = Sampling(),
+    threads: int | Literal["auto"] = "auto",
+    compile: bool = False,
+) -> None:
+    """Continue a prompt and stream the text, or continue every prompt of a file; end with
+    statistics.
+
+    Args:
+        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2,
+            typical:0.09,0.3 or a bundle folder; after it `;bias=0.5` and `;budget=3`.
+        sampling: temperature, top_k, top_p, min_p of both models.
         threads: CPU threads; auto takes the number with which a call of the target is fastest, at
             most OMP_NUM_THREADS.
         compile: compile the steps with torch.compile: faster, after a minute for every batch size
             and tree; Llama family only, on a CPU with a C++ compiler.
-        trust_remote_code: run model code that comes with a checkpoint.
     """
-    options = dict(locals())
-    import torch
-
     within(1, MOST_THREADS, threads=None if threads == "auto" else threads)
-    within(1, max_new_tokens=max_new_tokens, batch=batch, unit=unit)
-    within(*SEEDS, seed=seed)
-    check_stop(stop)
-    if (prompt is None) == (input is None) or (input is None) != (output is None):
+    one, several = text.prompt is not None, file.input is not None
+    if one == several or several != (file.output is not None):
         raise ValueError(
             "`diversed decode` needs --prompt, or --input and --output for a file of prompts"
         )
-    if threads != "auto":
-        torch.set_num_threads(threads)
-    if input is None:
-        _decode_prompt(options)
+    way = Way(models, tree, text, relaxation, sampling, threads, compile)
+    if one:
+        _decode_prompt(way)
     else:
-        _decode_file(options)
+        _decode_file(way, file)
 
 
-def _decode_prompt(options: dict[str, Any]) -> None:
-    from ..runtime.engine import decode
-
-    text = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
-    check_text(text)
-    pair, stop = _load(options), tuple(options["stop"])
-    _settle_threads(options, pair, 1)
-    tokens = _encode(pair.tokenizer, text, options["chat"])
-    stream = Stream(pair.tokenizer, stop)
+def _decode_prompt(way: Way) -> None:
+    text = way.text
+    prompt = sys.stdin.read() if text.prompt == "-" else text.prompt
+    check_text(prompt)
+    pair = way.load()
+    way.settle_threads(pair, 1)
+    stream = Stream(pair.tokenizer, text.stop)
 
     def show(index: int, new: list[int], ended: bool) -> None:
         print(stream.add(new, ended), end="\n" if ended else "", flush=True)
 
     (completion,) = decode(
         pair,
-        [tokens],
-        **{name: options[name] for name in ("relaxation", "max_new_tokens", *TREE)},
-        stop=stop,
-        seeds=[options["seed"]],
+        [_encode(pair.tokenizer, prompt, text.chat)],
+        relaxation=way.relaxation,
+        max_new_tokens=text.max_new_tokens,
+        stop=text.stop,
+        seeds=[text.seed],
         on_step=show,
+        **way.options(),
     )
     print(statistics(completion), file=sys.stderr)
 
 
-def _decode_file(options: dict[str, Any]) -> None:
-    from ..runtime.engine import STAGES, Engine, run_grouped
-
-    lines = read_lines(options["input"], options)
-    results = Results(options["output"], lines, options["unit"])
+def _decode_file(way: Way, file: PromptFile) -> None:
+    shared = vars(way.text) | {"relaxation": way.relaxation, "method": way.tree.method}
+    lines = read_lines(file.input, shared)
+    results = Results(file.output, lines, file.unit)
     with results.folder.held():
-        # what was measured when the file was begun is not measured again: bytes could come to
-        # differ
-        begun = results.folder.begun()
-        options |= {
-            name: begun[name]
-            for name in ("threads", "dtype")
-            if options[name] == "auto" and name in begun
-        }
-        pair = _load(options)
-        _settle_threads(options, pair, min(options["batch"], len(lines)))
-        tree = {name: options[name] for name in TREE}
+        way = _as_begun(way, results.folder.begun())
+        pair = way.load()
+        way = replace(way, threads=way.settle_threads(pair, min(file.batch, len(lines))))
         relaxations = list(dict.fromkeys(line.relaxation for line in lines))
-        made = {each: Engine(pair, relaxation=each, **tree) for each in relaxations}
+        made = {each: Engine(pair, relaxation=each, **way.options()) for each in relaxations}
         engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
-        requests = {
-            i: _request(line, i, engines[i], options["chat"]) for i, line in enumerate(lines)
-        }
-        first = results.begin(_settings(options, pair, relaxations))
+        requests = {i: _request(line, i, engines[i], way.text.chat) for i, line in enumerate(lines)}
+        first = results.begin(_settings(way, file, pair, relaxations))
         done: list[Completion] = []
         seconds = dict.fromkeys(STAGES, 0.0)
         for engine in made.values():
@@ -182,32 +186,21 @@ def _decode_file(options: dict[str, Any]) -> None:
                 if numbers.start < first:
                     continue
                 unit = {i: requests[i] for i in numbers}
-                completions = run_grouped(engines, unit, options["batch"], count)
+                completions = run_grouped(engines, unit, file.batch, count)
                 results.append(completions, pair.eos)
                 done += completions.values()
-    print(summary(done, seconds) if done else f"{options['output']}: complete, nothing to decode")
+    print(summary(done, seconds) if done else f"{file.output}: complete, nothing to decode")
 
 
-def _load(options: dict[str, Any]) -> Pair:
-    from ..runtime.model import load_pair
-
-    target, draft = _models(options["target"], options["draft"], options["relaxation"])
-    return load_pair(
-        target, draft, options["dtype"], options["device"], options["trust_remote_code"]
-    )
-
-
-def _settle_threads(options: dict[str, Any], pair: Pair, rows: int) -> None:
-    """Measure what `threads` auto stands for, for steps of this many rows; on other devices it is
-    1.
+def _as_begun(way: Way, begun: dict[str, Any]) -> Way:
+    """What was measured when the file was begun is not measured again: bytes could come to
+    differ.
     """
-    from ..runtime.autotune import fastest_threads
-
-    if options["threads"] == "auto":
-        on_cpu = pair.target.device.type == "cpu"
-        options["threads"] = (
-            fastest_threads(pair.target, rows, options["draft_length"] + 1) if on_cpu else 1
-        )
+    if way.threads == "auto" and "threads" in begun:
+        way = replace(way, threads=begun["threads"])
+    if way.models.dtype == "auto" and "dtype" in begun:
+        way = replace(way, models=replace(way.models, dtype=begun["dtype"]))
+    return way
 
 
 def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
@@ -221,32 +214,32 @@ def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
     return request
 
 
-def _settings(options: dict[str, Any], pair: Pair, relaxations: list[str]) -> dict[str, Any]:
+def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) -> dict[str, Any]:
     """All that decides the bytes of the results."""
-    from ..files import sha256, versions
-    from ..verifier.relax import parse
-
-    chosen = {
-        name: value
-        for name, value in options.items()
-        if name not in ("prompt", "output", "trust_remote_code")
-    }
     bundles = [parse(each).folder for each in relaxations]
     heads = [bundle / "head.safetensors" for bundle in bundles if bundle]
-    network = Path(str(options["branches"])) / "selector.safetensors"
-    return (
-        chosen
-        | {
-            "input": sha256(options["input"]),
-            "sampling": vars(options["sampling"]),
-            "dtype": str(pair.target.dtype).removeprefix("torch."),
-            "target": {"name": pair.target.name, "hash": pair.target.hash},
-            "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
-            "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()},
-            "versions": versions(),
-        }
-        | ({"selector": sha256(network)} if network.is_file() else {})
-    )
+    settings = {
+        "input": sha256(file.input),
+        "batch": file.batch,
+        "unit": file.unit,
+        **vars(way.tree),
+        **vars(way.text),
+        "relaxation": way.relaxation,
+        "sampling": vars(way.sampling),
+        "threads": way.threads,
+        "compile": way.compile,
+        "device": way.models.device,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "target": {"name": pair.target.name, "hash": pair.target.hash},
+        "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
+        "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()},
+        "versions": versions(),
+    }
+    del settings["prompt"]
+    network = Path(str(way.tree.branches)) / "selector.safetensors"
+    if network.is_file():
+        settings["selector"] = sha256(network)
+    return settings
 
 
 def statistics(completion: Completion) -> str:
@@ -296,19 +289,6 @@ def summary(done: list[Completion], seconds: dict[str, float]) -> str:
             *(f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in rows),
         )
     )
-
-
-def _models(target: str | None, draft: str | None, relaxation: str) -> tuple[str, str]:
-    """The pair to load: what the user named, else the bundle's own, else the packaged one."""
-    from ..verifier.relax import parse
-
-    bundle = parse(relaxation).folder
-    if bundle and (target is None or draft is None):
-        from ..runtime.bundle import read_card
-
-        models = read_card(bundle)["models"]
-        return target or models["target"]["name"], draft or models["draft"]["name"]
-    return target or "sums-target", draft or "sums-draft"
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:

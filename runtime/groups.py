@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ..files import MOST_THREADS, Folder, within, worker
+from .bundle import read_card
 from .drafting import Branches
 from .model import Pair, load_pair
 
@@ -54,6 +55,14 @@ class BundleModels(Models):
 
     target: str | None = None
     draft: str | None = None
+
+    def of_bundle(self, bundle: str | Path | None) -> Models:
+        """The pair that was named, else the bundle's, else the packaged one."""
+        given = {role: name for role, name in vars(self).items() if name is not None}
+        if bundle and not {"target", "draft"} <= given.keys():
+            models = read_card(bundle)["models"]
+            given = {role: models[role]["name"] for role in ("target", "draft")} | given
+        return Models(**given)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diversed.commands.decode import _models
 from diversed.commands.export import export
 from diversed.eval.summary import summarise
 from diversed.export.bundle_writer import add_frontier
 from diversed.runtime.bundle import load_bundle
+from diversed.runtime.groups import BundleModels
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
+from diversed.verifier.relax import parse
 from safetensors.torch import load_file, save_file
 
 TARGET = {"name": "some/target", "hash": "aaaa", "hidden_size": 8}
@@ -111,9 +112,13 @@ def test_other_sampling_warns_in_one_sentence_and_the_same_is_silent(bundle):
 
 
 def test_decoding_with_a_bundle_takes_the_models_that_its_card_names(bundle):
-    assert _models(None, None, f"{bundle};bias=-1") == ("some/target", "some/draft")
-    assert _models("mine", None, str(bundle)) == ("mine", "some/draft")
-    assert _models(None, None, "ensemble:0.3") == ("sums-target", "sums-draft")
+    def names(models, relaxation):
+        chosen = models.of_bundle(parse(relaxation).folder)
+        return chosen.target, chosen.draft
+
+    assert names(BundleModels(), f"{bundle};bias=-1") == ("some/target", "some/draft")
+    assert names(BundleModels("mine"), str(bundle)) == ("mine", "some/draft")
+    assert names(BundleModels(), "ensemble:0.3") == ("sums-target", "sums-draft")
 
 
 def test_the_stored_example_catches_a_head_that_changed(bundle):

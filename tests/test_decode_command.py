@@ -11,7 +11,7 @@ import pytest
 from diversed import cli, files
 from diversed.files import exclusive
 from diversed.runtime import autotune as measured
-from diversed.runtime import model
+from diversed.runtime import groups
 from diversed.runtime.completion import Stream, beginning, cut
 from diversed.runtime.engine import decode
 from hypothesis import given
@@ -68,14 +68,14 @@ def test_only_the_longest_beginning_of_a_stop_string_is_held_back():
 @pytest.fixture
 def pair(monkeypatch):
     found = tiny_pair(VOCAB)
-    monkeypatch.setattr(model, "load_pair", lambda *args: found)
+    monkeypatch.setattr(groups, "load_pair", lambda *args: found)
     return found
 
 
 @pytest.fixture
 def unloaded(monkeypatch):
     """A bad file must be answered before any model is loaded."""
-    monkeypatch.setattr(model, "load_pair", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(groups, "load_pair", lambda *args: pytest.fail("a model was loaded"))
 
 
 def requests(path, count: int = 16):
@@ -169,7 +169,9 @@ def test_what_was_measured_when_a_file_was_begun_is_not_measured_again(tmp_path,
     assert settings["threads"] == 4 + 6 and settings["dtype"] == "float32"
     os.truncate(tmp_path / "out.jsonl", 0)
     monkeypatch.setattr(measured, "fastest_threads", lambda *given: pytest.fail("measured again"))
-    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    taken = []
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0 and taken == [4 + 6]
 
 
 @pytest.fixture
