@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "train": ("commands.train", "train", "train a head on traces"),
     "select": (
-        "selector.training",
+        "commands.select_trees",
         "select",
         "train what chooses the tree before each step, from labelled contexts",
     ),

@@ -26,7 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..data.batches import held_out
-from ..data.tasks import DataOptions, load_task
-from ..files import MOST_THREADS, exclusive, sha256, within, write_whole
+from ..data.selection import TextPrompts
+from ..files import exclusive, sha256, within, write_whole
 from ..runtime.choosers import (
     FILES,
     FORMAT,
@@ -50,7 +50,8 @@ from ..runtime.choosers import (
     parse_shape,
     read_selector_card,
 )
-from ..runtime.model import Pair, load_pair
+from ..runtime.groups import Models, Run
+from ..runtime.model import Pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 from ..verifier.head import LARGEST_SIZE
@@ -64,78 +65,20 @@ FACTS_STEP = 64  # tokens of context between the latencies that a selector is to
 GPU = "gpu"
 CHOICES = 201  # that are timed
 CHOOSING = "choosing-{}x{}.json"
+CHOSEN_FOR = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
+SHAPES = (
+    *("1", "2", "3", "4", "6", "8", "2x1", "2x2", "2x4", "4x1", "4x2", "4x4"),
+    *("2x2+2", "4x2+2", "2x4+2", "2x2+4"),
+)
 
 
-def select(
-    *,
-    out: str,
-    latencies: str,
-    labels: str | None = None,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    task: str = "sums",
-    data: DataOptions = DataOptions(),  # noqa: B008  frozen
-    prompt: str | None = None,
-    prompts: int = 200,
-    methods: list[str] = [  # noqa: B006
-        "token",
-        "block",
-        "specinfer",
-        "kseq",
-        "traversal",
-        "gbv",
-        "univer",
-    ],  # noqa: B006
-    shapes: list[str] = [  # noqa: B006
-        "1",
-        "2",
-        "3",
-        "4",
-        "6",
-        "8",
-        "2x1",
-        "2x2",
-        "2x4",
-        "4x1",
-        "4x2",
-        "4x4",
-        "2x2+2",
-        "4x2+2",
-        "2x4+2",
-        "2x2+4",
-    ],
-    relaxation: str = "none",
-    temperatures: list[float] = [1.0],  # noqa: B006
-    every: int = 16,
-    trees: int = 4,
-    max_new_tokens: int | None = None,
-    unit: int = 16,
-    epochs: int = 120,
-    batch: int = 256,
-    lr: float = 1e-3,
-    risk: float = 1.0,
-    width: int = 512,
-    validation: float = 0.25,
-    dtype: str = "auto",
-    device: str = "cpu",
-    seed: int = 0,
-    threads: int = 1,
-    trust_remote_code: bool = False,
-) -> None:
-    """Label contexts of a task's training prompts, then train a selector for every method.
+@dataclass(frozen=True)
+class Labelling:
+    """The contexts that are labelled, and the shapes whose block efficiency is estimated there.
 
     Args:
-        out: folder for the selectors, one for each method; finished ones are kept.
-        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3
-            ms a call.
         labels: folder for the labels, by default OUT/labels; what is there is used, what was
             interrupted continued.
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        task: where prompts come from.
-        data: where the task's rows come from.
-        prompt: continue this text with different seeds, instead of a task's prompts.
-        prompts: texts to label at each temperature.
         methods: whose trees are chosen.
         shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and
             block.
@@ -144,8 +87,27 @@ def select(
         temperatures: of both models; one selector serves them all.
         every: tokens between two labelled contexts of a text.
         trees: drawn at a context.
-        max_new_tokens: tokens of a text; by default the task's own number.
         unit: texts that are labelled and written together.
+    """
+
+    labels: str | None = None
+    methods: list[str] = field(default_factory=lambda: list(CHOSEN_FOR))
+    shapes: list[str] = field(default_factory=lambda: list(SHAPES))
+    relaxation: str = "none"
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    every: int = 16
+    trees: int = 4
+    unit: int = 16
+
+    def __post_init__(self):
+        within(1, every=self.every, trees=self.trees, unit=self.unit)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a selector is trained.
+
+    Args:
         epochs: passes over the training contexts; the best on held-out prompts is kept.
         batch: contexts a step.
         lr: learning rate of AdamW.
@@ -153,78 +115,86 @@ def select(
         width: of the network's widest layer; the paper's 512 costs most of what choosing costs, on
             a CPU use 64.
         validation: share of the prompts that is held out.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
-        seed: of prompts, texts, trees and training.
-        threads: CPU threads.
-        trust_remote_code: run model code that comes with a checkpoint.
     """
-    within(2, prompts=prompts)
-    within(
-        1,
-        every=every,
-        trees=trees,
-        unit=unit,
-        epochs=epochs,
-        batch=batch,
-        max_new_tokens=max_new_tokens,
-    )
-    within(1, LARGEST_SIZE, width=width)
-    within(1, MOST_THREADS, threads=threads)
-    if not 0 < validation < 1:
-        raise ValueError(
-            f"`validation` must be in (0, 1), the share of prompts held out, got {validation}"
-        )
-    torch.set_num_threads(threads)
-    found, costs = shapes_of(shapes), simulated() if latencies == GPU else read_latencies(latencies)
-    pair = load_pair(target, draft, dtype, device, trust_remote_code)
-    loaded = None if prompt else load_task(task, split="train", limit=prompts, seed=seed, data=data)
-    tokens = (
-        [prompt_tokens(prompt, pair.tokenizer)] * prompts
-        if prompt
-        else [loaded.encode(example, pair.tokenizer, 384) for example in loaded.examples]
-    )
-    limit = max_new_tokens or (loaded.max_new_tokens if loaded else 64)
-    folders, origin = (
-        [],
-        {"task": task, "prompt": prompt, "source": loaded.source if loaded else "one prompt"},
-    )
+
+    epochs: int = 120
+    batch: int = 256
+    lr: float = 1e-3
+    risk: float = 1.0
+    width: int = 512
+    validation: float = 0.25
+
+    def __post_init__(self):
+        within(1, epochs=self.epochs, batch=self.batch)
+        within(1, LARGEST_SIZE, width=self.width)
+        if not 0 < self.validation < 1:
+            raise ValueError(
+                "`validation` must be in (0, 1), the share of prompts held out, got"
+                f" {self.validation}"
+            )
+
+
+def train_selectors(
+    run: Run,
+    latencies: str,
+    models: Models,
+    prompts: TextPrompts,
+    labelling: Labelling,
+    fitting: Fitting,
+) -> None:
+    """Label contexts of a task's training prompts, then train a selector for every method."""
+    within(2, prompts=prompts.prompts)
+    run.use_threads()
+    shapes = shapes_of(labelling.shapes)
+    assumed = latencies == GPU
+    costs = simulated() if assumed else read_latencies(latencies)
+    pair, out = models.load(), Path(run.out)
     with exclusive(out):
-        for temperature in temperatures:
-            gatherer = ShapeGatherer(
-                pair,
-                Sampling(temperature),
-                tuple(methods),
-                found,
-                relaxation,
-                every,
-                trees,
-                max_new_tokens=limit,
-                stop=loaded.stop if loaded else (),
-            )
-            folder = Path(labels or f"{out}/labels") / f"T={temperature:g}"
-            folders.append(
-                gather_shapes(folder, gatherer, tokens.__getitem__, len(tokens), origin, unit, seed)
-            )
+        folders = _label(out, pair, prompts, labelling, shapes)
         settings = {
-            "latencies": latencies if latencies == GPU else sha256(latencies),
-            "epochs": epochs,
-            "batch": batch,
-            "lr": lr,
-            "risk": risk,
-            "width": width,
-            "validation": validation,
-            "seed": seed,
+            "latencies": latencies if assumed else sha256(latencies),
+            **asdict(fitting),
+            "seed": prompts.seed,
         }
-        timed = Path(out) / CHOOSING.format(len(found), width)
-        choosing = (
-            0.0
-            if latencies == GPU
-            else _kept(timed, lambda: choosing_ms(pair, len(found), width)) / 1e3
-        )
-        for method in methods:
-            rows = train_selector(Path(out) / method, method, folders, costs, settings, choosing)
+        choosing = 0.0
+        if not assumed:
+            timed = out / CHOOSING.format(len(shapes), fitting.width)
+            choosing = _kept(timed, lambda: choosing_ms(pair, len(shapes), fitting.width)) / 1e3
+        for method in labelling.methods:
+            rows = train_selector(out / method, method, folders, costs, settings, choosing)
             print(line(method, rows), flush=True)
+
+
+def _label(
+    out: Path, pair: Pair, prompts: TextPrompts, labelling: Labelling, shapes: list[Shape]
+) -> list[Path]:
+    """The folders with labels, one a temperature."""
+    if prompts.prompt:
+        tokens = [prompt_tokens(prompts.prompt, pair.tokenizer)] * prompts.prompts
+        limit, stop, source = prompts.max_new_tokens or 64, (), "one prompt"
+    else:
+        task = prompts.load()
+        tokens = [task.encode(example, pair.tokenizer, 384) for example in task.examples]
+        limit, stop = prompts.max_new_tokens or task.max_new_tokens, task.stop
+        source = task.source
+    origin = {"task": prompts.task, "prompt": prompts.prompt, "source": source}
+    folders = []
+    for temperature in labelling.temperatures:
+        gatherer = ShapeGatherer(
+            pair,
+            Sampling(temperature),
+            tuple(labelling.methods),
+            shapes,
+            labelling.relaxation,
+            labelling.every,
+            labelling.trees,
+            max_new_tokens=limit,
+            stop=stop,
+        )
+        folder = Path(labelling.labels or out / "labels") / f"T={temperature:g}"
+        given = (folder, gatherer, tokens.__getitem__, len(tokens), origin)
+        folders.append(gather_shapes(*given, labelling.unit, prompts.seed))
+    return folders
 
 
 @dataclass(frozen=True)
@@ -273,7 +243,11 @@ def contexts(
         facts.append(_facts(labels["length"], sampling, costs))
     labels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     shapes = [parse_shape(shape) for shape in manifest["shapes"]]
-    usable = [a for a, shape in enumerate(shapes) if shape.paths == 1 or METHODS[method].drafting != "chain"]
+    usable = [
+        a
+        for a, shape in enumerate(shapes)
+        if shape.paths == 1 or METHODS[method].drafting != "chain"
+    ]
     shapes = [shapes[a] for a in usable]
     efficiency = labels["efficiency"][:, manifest["methods"].index(method), usable]
     length = labels["length"].numpy().astype(float)

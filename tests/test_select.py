@@ -9,6 +9,7 @@ import torch
 from diversed.benchmarks import bench_latency as latency
 from diversed.benchmarks.timing import record, write
 from diversed.commands.options import call
+from diversed.commands.select_trees import select
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.choosers import SCALARS, parse_shape
@@ -23,7 +24,6 @@ from diversed.selector.training import (
     contexts,
     figures,
     objective,
-    select,
     settled,
 )
 from diversed.verifier.head import WeightHead
@@ -137,14 +137,14 @@ def selected(tmp_path_factory):
         "latencies": "gpu", "prompts": 8, "methods": ["block", "traversal"], "shapes": ["1", "3", "2x2+1"],
         "temperatures": [1.0, 0.5], "every": 6, "trees": 1, "max_new_tokens": 14, "unit": 8, "epochs": 3, "width": 24,
     }  # fmt: skip
-    select(out=str(out), **options)
+    call(select, out=str(out), **options)
     return out, options
 
 
 def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
     out, options = selected
     before = (out / "traversal" / "selector.safetensors").read_bytes()
-    select(out=str(out), **options)
+    call(select, out=str(out), **options)
     printed = capsys.readouterr().out
     assert "traversal at T=0.5:" in printed and "block at T=1:" in printed
     assert (out / "traversal" / "selector.safetensors").read_bytes() == before
@@ -152,7 +152,7 @@ def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
     assert [row["temperature"] for row in card["figures"]] == [0.5, 1.0] and card["shapes"] == ["1", "3", "2x2+1"]
     assert json.loads((out / "block" / "selector.json").read_text())["shapes"] == ["1", "3"]
     with pytest.raises(ValueError, match="was trained with other settings"):
-        select(out=str(out), **options | {"epochs": 4})
+        call(select, out=str(out), **options | {"epochs": 4})
     pair = load_pair("sums-target", "sums-draft")
     (text,) = decode(pair, [[5, 6, 7]], method="traversal", branches=str(out / "traversal"), max_new_tokens=12)
     assert text.tokens
@@ -165,7 +165,7 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
                         repetitions=1, step_repetitions=1, max_new_tokens=4)  # fmt: skip
     write(record(timed), tmp_path / "F.json")
     options = options | {"latencies": str(tmp_path / "F.json"), "labels": str(out / "labels")}
-    select(out=str(tmp_path / "out"), **options)
+    call(select, out=str(tmp_path / "out"), **options)
     (kept,) = (tmp_path / "out").glob("choosing-*.json")
     written = {path: path.read_bytes() for path in (tmp_path / "out").rglob("selector.*")}
     assert len(written) == 4
@@ -173,22 +173,22 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
     for path in written:
         path.unlink()
     monkeypatch.setattr("diversed.selector.training.choosing_ms", lambda *_: 1e6)
-    select(out=str(tmp_path / "out"), **options)
+    call(select, out=str(tmp_path / "out"), **options)
     assert {path: path.read_bytes() for path in written} == written
     card = json.loads((tmp_path / "out" / "block" / "selector.json").read_text())
     for row in card["figures"] + card["bases"]:
         row.pop("constant")
     (tmp_path / "out" / "block" / "selector.json").write_text(json.dumps(card))
-    select(out=str(tmp_path / "out"), **options)
+    call(select, out=str(tmp_path / "out"), **options)
     assert "block at T=1:" in capsys.readouterr().out
     for damaged in ("{", '{"choosing_ms": -1}', '{"choosing_ms": null}', "[]"):
         kept.write_text(damaged)
         with pytest.raises(ValueError, match="is damaged: delete it"):
-            select(out=str(tmp_path / "out"), **options)
+            call(select, out=str(tmp_path / "out"), **options)
     (tmp_path / "out" / "block" / "selector.json").write_text("{")
     kept.unlink()
     with pytest.raises(ValueError, match="delete .*block and run `diversed select` again"):
-        select(out=str(tmp_path / "out"), **options)
+        call(select, out=str(tmp_path / "out"), **options)
 
 
 def test_the_base_is_the_best_constant_shape_of_each_temperature_on_the_training_prompts(selected):
@@ -232,7 +232,7 @@ def test_a_bundle_carries_a_selector_that_chooses_the_same(selected, tmp_path):
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(change, sentence, tmp_path):
     with pytest.raises((ValueError, OSError), match=sentence):
-        select(**{"out": str(tmp_path / "out"), "latencies": "gpu"} | change)
+        call(select, **{"out": str(tmp_path / "out"), "latencies": "gpu"} | change)
 
 
 def test_an_entropy_threshold_is_the_best_of_its_kind_on_the_training_contexts():
