@@ -17,6 +17,7 @@ import random
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,40 +29,58 @@ from rich.progress import track
 from ..data.tasks import load_task
 from ..runtime.completion import Completion, Request
 from ..runtime.engine import Engine
-from ..runtime.model import Model, Pair, load_pair
+from ..runtime.groups import Models
+from ..runtime.model import Model, Pair
 from ..verifier.methods import METHODS
 
 STATUS = Path("/proc/self/status")
 ROUND = 128  # requests of a soak between two looks at the memory
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """What peaks are measured of.
+
+    Args:
+        method: whose peak is measured.
+        batches: prompts decoded together.
+        contexts: tokens of a prompt.
+        new_tokens: tokens of each text where a peak is measured.
+    """
+
+    method: str = "token"
+    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    contexts: list[int] = field(default_factory=lambda: [64, 256, 480])
+    new_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class Soaks:
+    """What is soaked.
+
+    Args:
+        soak: methods that are soaked.
+        tokens: new tokens of a soak, at least.
+        soak_batch: prompts a soak decodes together.
+        seed: of the lengths and texts of a soak.
+    """
+
+    soak: list[str] = field(default_factory=lambda: list(METHODS))
+    tokens: int = 20_000
+    soak_batch: int = 16
+    seed: int = 0
+
+
 def run(
+    models: Models = Models(),  # noqa: B008  frozen
+    peaks: Peaks = Peaks(),  # noqa: B008
+    soaks: Soaks = Soaks(),  # noqa: B008
     *,
-    target: str = "sums-target",
-    draft: str = "sums-draft",
-    method: str = "token",
-    batches: list[int] = [1, 8, 32],  # noqa: B006  never written to
-    contexts: list[int] = [64, 256, 480],  # noqa: B006
-    new_tokens: int = 16,
-    soak: list[str] = list(METHODS),  # noqa: B006, B008
-    tokens: int = 20_000,
-    soak_batch: int = 16,
-    seed: int = 0,
     threads: int = 1,
 ) -> list[dict]:
     """One row a batch and context, and two a method that is soaked: growth and speed.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        method: whose peak is measured.
-        batches: prompts decoded together.
-        contexts: tokens of a prompt.
-        new_tokens: tokens of each text where a peak is measured.
-        soak: methods that are soaked.
-        tokens: new tokens of a soak, at least.
-        soak_batch: prompts a soak decodes together.
-        seed: of the lengths and texts of a soak.
         threads: CPU threads.
     """
     if not STATUS.exists():
@@ -69,43 +88,39 @@ def run(
             f"`diversed bench memory` reads {STATUS}, which this system does not have; run it on"
             " Linux"
         )
-    jobs = [
-        (_peak, batch, context, method, new_tokens) for batch, context in product(batches, contexts)
-    ]
-    jobs += [(_soak, name, tokens, soak_batch, seed) for name in soak]
+    jobs = [(peak, peaks, size) for size in product(peaks.batches, peaks.contexts)]
+    jobs += [(soak, soaks, method) for method in soaks.soak]
     rows = []
     for job, *options in track(jobs, "memory", console=Console(stderr=True)):
         # A process of its own: memory that the allocator keeps from an earlier cell would hide what
         # this one needs.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-            rows += apart.submit(job, (target, draft), threads, *options).result()
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (threads,)) as apart:
+            rows += apart.submit(job, models, *options).result()
     return rows
 
 
-def _peak(
-    names: tuple[str, str], threads: int, batch: int, context: int, method: str, new_tokens: int
-) -> list[dict]:
-    torch.set_num_threads(threads)
-    pair = load_pair(*names)
-    engine = Engine(pair, method)
+def peak(models: Models, peaks: Peaks, size: tuple[int, int]) -> list[dict]:
+    """Rows of one batch and context."""
+    batch, context = size
+    pair = models.load()
+    engine = Engine(pair, peaks.method)
     draw = random.Random(0)
-    requests = {
-        i: Request([draw.randrange(3, pair.vocab) for _ in range(context)], i, new_tokens)
-        for i in range(batch)
-    }
-    for i, request in requests.items():
-        engine.check(i, request)
+    requests = {}
+    for number in range(batch):
+        prompt = [draw.randrange(3, pair.vocab) for _ in range(context)]
+        requests[number] = Request(prompt, number, peaks.new_tokens)
+        engine.check(number, requests[number])
     engine.run({0: Request(requests[0].tokens[:8], 0, 8)})
     before = _forget_peak()
     engine.run(requests)
-    slots = context + new_tokens + engine.shape.depth + engine.shape.nodes
+    resident = _megabytes("VmHWM") - before
+    slots = context + peaks.new_tokens + engine.shape.depth + engine.shape.nodes
     caches = batch * slots * sum(map(_cache_bytes, (pair.target, pair.draft))) / 1e6
     name = f"batch {batch}, context {context}"
-    return [
-        {"case": f"keys and values, {name}", "value": caches, "unit": "MB"},
-        {"case": f"peak, {name}", "value": (peak := _megabytes("VmHWM") - before), "unit": "MB"}
-        | {"vs": {f"keys and values, {name}": peak / caches}},
-    ]
+    needed = {"case": f"keys and values, {name}", "value": caches, "unit": "MB"}
+    ratio = {needed["case"]: resident / caches}
+    return [needed, {"case": f"peak, {name}", "value": resident, "unit": "MB", "vs": ratio}]
 
 
 def _cache_bytes(model: Model) -> int:
@@ -116,29 +131,27 @@ def _cache_bytes(model: Model) -> int:
     return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
 
 
-def _soak(
-    names: tuple[str, str], threads: int, method: str, tokens: int, batch: int, seed: int
-) -> list[dict]:
-    torch.set_num_threads(threads)
-    pair = load_pair(*names)
-    engine, draw, source = Engine(pair, method), random.Random(seed), _text(pair)
+def soak(models: Models, soaks: Soaks, method: str) -> list[dict]:
+    """Growth and speed of one method."""
+    pair = models.load()
+    engine, draw, source = Engine(pair, method), random.Random(soaks.seed), _text(pair)
     room = min(pair.target.max_positions, pair.draft.max_positions, 512) - engine.shape.depth
     bounds = len(source) - room, room // 4, room // 8
     starts, sizes, limits = ([draw.randint(1, most) for _ in range(ROUND)] for most in bounds)
     resident, written, began = [], 0, time.perf_counter()
-    while written < tokens:
+    while written < soaks.tokens:
         # The same prompts and limits in every round, so that what differs is not what had to be
         # decoded.
         requests = {
             i: Request(source[start : start + size], draw.randrange(1 << 40), limit)
             for i, (start, size, limit) in enumerate(zip(starts, sizes, limits, strict=True))
         }
-        for i, completion in engine.run(requests, batch).items():
+        for i, completion in engine.run(requests, soaks.soak_batch).items():
             check_statistics(completion, requests[i], engine)
             written += len(completion.tokens)
         resident.append((written, _megabytes("VmRSS", give_back=True)))
     seconds = time.perf_counter() - began
-    early = next(size for count, size in resident if count >= tokens / 4)
+    early = next(size for count, size in resident if count >= soaks.tokens / 4)
     return [
         {"case": f"soak {method}, growth", "value": resident[-1][1] - early, "unit": "MB"},
         {"case": f"soak {method}", "value": written / seconds, "unit": "tokens/s"},

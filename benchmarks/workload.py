@@ -9,21 +9,18 @@ import torch
 
 from ..data.tasks import DataOptions, load_task
 from ..runtime.completion import Request
-from ..runtime.model import Model, Pair, load_pair
+from ..runtime.groups import Models
+from ..runtime.model import Model, Pair
 from ..runtime.prompt import prompt_tokens
 
 MOST_PROMPT_TOKENS = 384
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Models):
     """A pair, where its prompts come from, and how they are continued.
 
     Args:
-        target: folder, hub name or .gguf file of the model being served.
-        draft: folder, hub name or .gguf file of the cheap model.
-        dtype: auto, float32, bfloat16 or float16.
-        device: where both run.
         task: where prompts come from.
         data: where the task's rows come from.
         prompt: continue this text with different seeds, instead of a task's prompts.
@@ -32,10 +29,6 @@ class Workload:
         threads: CPU threads.
     """
 
-    target: str = "sums-target"
-    draft: str = "sums-draft"
-    dtype: str = "auto"
-    device: str = "cpu"
     task: str = "sums"
     data: DataOptions = DataOptions()
     prompt: str | None = None
@@ -46,7 +39,7 @@ class Workload:
     def pair(self) -> Pair:
         """Both models; torch uses `threads` from here on."""
         torch.set_num_threads(self.threads)
-        return load_pair(self.target, self.draft, self.dtype, self.device)
+        return self.load()
 
     def prompts(self, pair: Pair, count: int) -> list[list[int]]:
         """Token ids of `count` prompts of the task's test split, or `count` times `prompt`."""

@@ -309,7 +309,7 @@ def _end_tokens(module, tokenizer) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _split(name: str) -> tuple[str, dict]:
+def split_name(name: str) -> tuple[str, dict]:
     """A model's name -> (folder or hub name, keyword arguments that transformers needs to read it)."""
     if name in PACKAGED:
         return str(Path(__file__).parent.parent / "assets" / "pair" / PACKAGED[name]), {}
@@ -388,7 +388,7 @@ def _loaded(name: str, kind: str, auto, **keywords):
     name.
     """
     quiet()
-    where, extra = _split(name)
+    where, extra = split_name(name)
     looks_local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
     if looks_local and not Path(where).exists():
         raise FileNotFoundError(f"no {kind} at {name}: the folder does not exist")

@@ -10,6 +10,7 @@ from diversed.runtime import batch as batches
 from diversed.runtime.batch import SLOTS, Batch
 from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine, decode
+from diversed.runtime.groups import Models
 from diversed.runtime.model import make_pair
 from diversed.verifier.methods import METHODS
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
@@ -169,7 +170,7 @@ def test_tokens_are_handed_out_as_they_are_committed_and_the_end_is_said_once():
 
 def test_the_soak_reports_growth_and_speed_and_stops_at_statistics_that_do_not_add_up(monkeypatch):
     monkeypatch.setattr(memory, "ROUND", 6)
-    growth, speed = memory._soak(("sums-target", "sums-draft"), 1, "traversal", 150, 4, seed=0)
+    growth, speed = memory.soak(Models(), memory.Soaks(tokens=150, soak_batch=4), "traversal")
     assert growth["case"] == "soak traversal, growth" and growth["value"] < 20 and growth["unit"] == "MB"
     assert speed["case"] == "soak traversal" and speed["value"] > 0
     engine, request = Engine(tiny_pair(VOCAB), "block", "ensemble:0.5", draft_length=3), Request([2, 3], 0, 20)
