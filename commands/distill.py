@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..data.selection import LongPrompts
 from ..runtime.groups import Models, Run
-from ..train.adapters import Fitting, Material, Trained, distill_draft
+from ..train.distillation import Fitting, Material, Trained, distill_draft
 
 
 def distill(

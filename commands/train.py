@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..data.batches import TraceOptions
-from ..train import fit
+from ..train import head_training
+from ..train.datamodule import TraceOptions
 from ..train.fit import TrainerOptions
 from ..train.module import HeadOptions
 
@@ -30,4 +30,4 @@ def train(
             hidden layer.
         threads: CPU threads; the same number gives the same head.
     """
-    return fit.train(data, out, model, vars(trainer), seed_everything, threads)
+    return head_training.train(data, out, model, vars(trainer), seed_everything, threads)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from diversed.commands.bench import measure
-from diversed.data.batches import TraceModule, TraceOptions
 from diversed.data.columns import bytes_per_token
 from diversed.data.traces import Shard, write_manifest, write_shard
+from diversed.train.datamodule import TraceModule, TraceOptions
 from diversed.train.fit import DEFAULTS, quiet
 from diversed.train.module import HeadOptions, VerifierModule
 from diversed.verifier.head import FEATURES

@@ -16,7 +16,7 @@ import pytest
 import torch
 from diversed import cli
 from diversed.data.batches import Order
-from diversed.train import fit
+from diversed.train import fit, head_training
 from diversed.train.module import VerifierModule
 from safetensors.torch import load_file
 
@@ -141,7 +141,7 @@ def _die_in_the_third_epoch():
 
 def _only_the_first_may_write():
     if os.environ["RANK"] != "0":
-        fit.write_whole = None
+        fit.write_whole = head_training.write_whole = None
 
 
 def test_two_killed_processes_end_with_the_same_bytes_when_they_are_run_again(traces, two, tmp_path):
@@ -163,7 +163,7 @@ def test_the_command_starts_its_own_processes(traces, two, tmp_path):
 
 
 def test_a_run_is_continued_with_as_many_processes_as_it_was_started_with(traces, one):
-    with pytest.raises(ValueError, match="was started with world_size = 1, now it is 2; give the same settings"):
+    with pytest.raises(ValueError, match="was begun with world_size 1, now it is 2; give the same again"):
         command(words(traces, one / "reinforce", processes=2))
 
 

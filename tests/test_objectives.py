@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from diversed.data.batches import advantage, base, untouched
 from diversed.train.objectives import (
     acceptance,
     attribution,
@@ -20,6 +19,7 @@ from diversed.train.objectives import (
     policy_gradient,
     reinforce,
 )
+from diversed.train.rewards import advantage, base, untouched
 from diversed.verifier.head import logit_features
 
 EXACT = dict(rtol=0, atol=1e-12)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from diversed import cli
-from diversed.data.batches import TraceModule, TraceOptions
+from diversed.train.datamodule import TraceModule, TraceOptions
 from diversed.train.rounds import BIASES, operating_point, predicted_rewards
 
 from .support.traces import synthetic_traces

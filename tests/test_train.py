@@ -11,11 +11,13 @@ import signal
 
 import pytest
 import torch
-from diversed.data.batches import Order, TraceModule, TraceOptions, held_out
+from diversed.data.batches import Order, held_out
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
-from diversed.train import fit
-from diversed.train.module import HeadOptions, VerifierModule, schedule
+from diversed.train import fit, head_training
+from diversed.train.datamodule import TraceModule, TraceOptions
+from diversed.train.fit import Mean, Sum, schedule
+from diversed.train.module import HeadOptions, VerifierModule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
 from pytorch_lightning import Callback
@@ -60,7 +62,7 @@ def test_advantages_compare_texts_of_one_prompt_and_one_folder(traces, tmp_path)
     data = TraceModule(TraceOptions([traces, other], validation=0.0))
     data.setup()
     reward = data.texts.reward.view(16, 4)
-    torch.testing.assert_close(data.texts.advantage.view(16, 4), reward - reward.mean(1, keepdim=True))
+    torch.testing.assert_close(data.texts.per_text["advantage"].view(16, 4), reward - reward.mean(1, keepdim=True))
 
 
 def test_held_out_prompts_are_never_trained_on_and_are_the_same_in_every_folder(traces, tmp_path):
@@ -93,6 +95,20 @@ def test_learning_rate_warms_up_and_ends_at_zero_over_the_true_number_of_steps()
     assert factors[10] == 1.0 and factors[100] == 0.0 and max(factors) == 1.0
     assert all(a > b for a, b in zip(factors[10:], factors[11:], strict=False))
     assert schedule(0, 1, 10) == 1.0 and schedule(3, 8, 10) == 1.0
+
+
+def test_means_are_weighted_in_float64_also_when_moved_and_a_nan_stays():
+    """What torchmetrics 1.9 forgets: its dtype when it is moved, its weights with nan_strategy="disable"."""
+    mean, total = Mean().to("cpu"), Sum().to("cpu")
+    value, weight = torch.tensor([0.1, 0.7], dtype=torch.float64), torch.tensor([1, 2])
+    for metric in (mean, total):
+        metric.reset()
+    mean.update(value, weight)
+    total.update(value)
+    # float64 sums of two terms; float32 would be off by 1e-8
+    assert float(mean.compute()) == pytest.approx(0.5, abs=1e-15) and float(total.compute()) == pytest.approx(0.8, abs=1e-15)
+    mean.update(torch.tensor(math.nan))
+    assert mean.compute().isnan()
 
 
 def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any(traces, tmp_path):
@@ -238,7 +254,7 @@ def test_the_likelihood_reward_is_the_targets_mean_log_probability_and_needs_no_
         for a, b in zip(shard.start, shard.start[1:], strict=False):
             rewards.append(shard.target_prob[a:b].log().mean())
     torch.testing.assert_close(data.texts.reward, torch.stack(rewards))
-    assert data.texts.advantage.any()
+    assert data.texts.per_text["advantage"].any()
 
 
 def test_a_finished_run_says_what_the_head_is_and_where_it_came_from(finished, traces):
@@ -294,7 +310,7 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(fin
     before = {path: path.stat().st_mtime_ns for path in finished.iterdir() if path.name != ".lock"}
     train(traces=traces, out=str(finished), **SETTINGS)
     assert "is already trained; choose another --out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="was started with lr = 0.01, now it is 0.02; .*choose another --out"):
+    with pytest.raises(ValueError, match="was begun with lr 0.01, now it is 0.02; .*choose another --out"):
         train(traces=traces, out=str(finished), **{**SETTINGS, "lr": 0.02})
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -335,8 +351,8 @@ def _die_in_checkpoint(number):
     os.replace = replace
 
 
-def _die_at(name):
-    setattr(fit, name, _die)
+def _die_at(module, name):
+    setattr(module, name, _die)
 
 
 KILLS = {
@@ -344,9 +360,9 @@ KILLS = {
     "in the middle of the second epoch": lambda: _die_at_step(9),
     "while the first checkpoint is written": lambda: _die_in_checkpoint(1),
     "while the second checkpoint replaces the first": lambda: _die_in_checkpoint(2),
-    "between a checkpoint and its figures": lambda: _die_at("_write_metrics"),
-    "between the last epoch and the head": lambda: _die_at("_write_head"),
-    "between the head and train.json": lambda: _die_at("sha256"),
+    "between a checkpoint and its figures": lambda: _die_at(fit, "_write_metrics"),
+    "between the last epoch and the head": lambda: _die_at(head_training, "_write_head"),
+    "between the head and train.json": lambda: _die_at(head_training, "sha256"),
 }
 
 

@@ -10,13 +10,12 @@ positions at a time, and are computed again where the gradient needs them.
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, Trainer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +28,7 @@ from ..data.traces import read_manifest, read_shards
 from ..runtime.model import Pair
 from ..runtime.progress import EVERY
 from ..runtime.sampling import Sampling, probabilities
-from .module import schedule
+from .fit import Mean, Training
 
 NUMBERS = 1 << 25  # of one model's rows that exist at once, 128 MiB in float32
 WARMUP_STEPS, WEIGHT_DECAY = 10, 0.01
@@ -159,134 +158,95 @@ def refuse_other_output(module, name: str, tokens: Tensor) -> None:
         )
 
 
-class DraftModule(LightningModule):
-    """Trains those weights of a draft that require a gradient.
+class DraftModule(Training):
+    """Trains those weights of a draft that require a gradient; the best epoch has the highest
+    acceptance on held-out texts.
 
-    history: figures of every epoch; best: epoch, acceptance and weights of the best one. Both
-        travel with checkpoints.
+    held: batches of the held-out texts; loss: a key of LOSSES; sampling: of the acceptance.
     """
 
-    def __init__(self, pair: Pair, draft: nn.Module, held: DataLoader, settings: dict):
-        super().__init__()
-        self.draft, self.held, self.settings = draft, held, settings
+    def __init__(
+        self,
+        pair: Pair,
+        draft: nn.Module,
+        held: DataLoader,
+        loss: str,
+        sampling: Sampling,
+        lr: float,
+        patience: int,
+    ):
+        super().__init__(lr, WEIGHT_DECAY, WARMUP_STEPS, patience)
+        self.draft, self.held, self.loss, self.sampling = draft, held, loss, sampling
         self.strict_loading = False  # checkpoints hold what trains
-        self._target, self._vocab = (
-            [pair.target.module],
-            pair.vocab,
-        )  # in a list: neither stored nor moved with us
-        self.sampling = Sampling(**settings["sampling"])
-        self.history: list[dict] = []
-        self.best: dict = {}
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        # In a list the target is neither stored nor moved with us.
+        self._target, self._vocab = [pair.target.module], pair.vocab
+        self.means = _means()
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss, sums = self._compare(batch)
-        self._sums = self._sums + sums
-        self.log("step_acceptance", sums[1] / sums[2], prog_bar=True)
+        loss, acceptance = self._compare(batch, self.means)
+        self.log("step_acceptance", acceptance, prog_bar=True)
         return loss
 
-    def _compare(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch, and its sums [3] float64 on the CPU: loss, acceptance, positions."""
-        loss, accepted = compare(
-            self._target[0], self.draft, batch, self._vocab, self.settings["loss"], self.sampling
-        )
+    def _compare(self, batch: dict[str, Tensor], means: nn.ModuleDict) -> tuple[Tensor, Tensor]:
+        """Mean loss and step acceptance of a batch, which are added to `means`."""
+        sums = compare(self._target[0], self.draft, batch, self._vocab, self.loss, self.sampling)
         count = batch["mask"].sum()
-        return loss / count, torch.stack([loss.detach(), accepted, count]).double().cpu()
+        loss, acceptance = sums[0] / count, sums[1] / count
+        for name, total in zip(means, sums, strict=True):
+            means[name].update(total.detach().double() / count, count)
+        return loss, acceptance
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Mean loss and step acceptance over the positions of the held-out texts."""
-        where, sums = next(self.draft.parameters()).device, torch.zeros(3, dtype=torch.float64)
+        where = next(self.draft.parameters()).device
+        means = _means().to(where)
         for batch in self.held:
-            sums += self._compare({name: tensor.to(where) for name, tensor in batch.items()})[1]
-        return _means("held_out", sums)
+            self._compare({name: tensor.to(where) for name, tensor in batch.items()}, means)
+        return _taken("held_out", means)
+
+    def figures(self) -> dict:
+        return _taken("train", self.means) | self.measure()
+
+    def score(self, row: dict) -> float:
+        return row["held_out_acceptance"]
+
+    def line(self, row: dict, epochs: int | None) -> str:
+        held = (
+            f"held out: step acceptance {row['held_out_acceptance']:.4f}, loss"
+            f" {row['held_out_loss']:.4f}"
+        )
+        if not row["epoch"]:
+            return f"before training  {held}"
+        return (
+            f"epoch {row['epoch']}/{epochs}  {held}; trained on: {row['train_acceptance']:.4f},"
+            f" {row['train_loss']:.4f}"
+        )
 
     def on_train_start(self) -> None:
         if not self.history:
-            row = {
-                "epoch": 0,
-                "step": 0,
-                "lr": 0.0,
-                "train_loss": None,
-                "train_acceptance": None,
-                **self.measure(),
-            }
-            self._record(row)
-            print(line(row, self.trainer.max_epochs), flush=True)
-        self._stop_early()  # a run that was killed between its last epoch and the end of training
+            untrained = {"epoch": 0, "step": 0, "lr": 0.0, "train_loss": None}
+            self.record({**untrained, "train_acceptance": None, **self.measure()})
+            print(self.line(self.history[0], self.trainer.max_epochs), flush=True)
+        super().on_train_start()
 
     def on_train_epoch_start(self) -> None:
         self.draft.eval()  # dropout would draw from a generator that a resumed run does not have
-        self._sums = torch.zeros(3, dtype=torch.float64)
-
-    def on_train_epoch_end(self) -> None:
-        if self.history[-1]["epoch"] > self.current_epoch:
-            return  # resumed at the end of an epoch that is written down already
-        row = {
-            "epoch": self.current_epoch + 1,
-            "step": self.global_step,
-            "lr": self.optimizers().param_groups[0]["lr"],
-        }
-        self._record(row | _means("train", self._sums) | self.measure())
-        self._stop_early()
-
-    def _record(self, row: dict) -> None:
-        self.history.append(row)
-        if row["held_out_acceptance"] > self.best.get("acceptance", -math.inf):
-            weights = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-            self.best = {
-                "epoch": row["epoch"],
-                "acceptance": row["held_out_acceptance"],
-                "weights": weights,
-            }
-
-    def _stop_early(self) -> None:
-        patience = self.settings["patience"]
-        if patience and self.history[-1]["epoch"] - self.best["epoch"] >= patience:
-            self.trainer.should_stop = True
+        for mean in self.means.values():
+            mean.reset()
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """The weights that train."""
         return {name: tensor for name, tensor in self.named_parameters() if tensor.requires_grad}
 
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint |= {"history": self.history, "best": self.best}
 
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        self.history, self.best = checkpoint["history"], checkpoint["best"]
-
-    def configure_optimizers(self) -> dict:
-        total, trained = self.trainer.estimated_stepping_batches, list(self.state_dict().values())
-        optimizer = torch.optim.AdamW(trained, lr=self.settings["lr"], weight_decay=WEIGHT_DECAY)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: schedule(step, total, WARMUP_STEPS)
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+def _means() -> nn.ModuleDict:
+    """Means over positions, in the order of what `compare` returns."""
+    return nn.ModuleDict({"loss": Mean(), "acceptance": Mean()})
 
 
-def _means(part: str, sums: Tensor) -> dict[str, float]:
-    loss, accepted, count = sums.tolist()
-    return {
-        f"{part}_loss": round(loss / count, 6),
-        f"{part}_acceptance": round(accepted / count, 6),
-    }
-
-
-def line(row: dict, epochs: int | None) -> str:
-    """What is said about an epoch."""
-    held = (
-        f"held out: step acceptance {row['held_out_acceptance']:.4f}, loss"
-        f" {row['held_out_loss']:.4f}"
-    )
-    if not row["epoch"]:
-        return f"before training  {held}"
-    return (
-        f"epoch {row['epoch']}/{epochs}  {held}; trained on: {row['train_acceptance']:.4f},"
-        f" {row['train_loss']:.4f}"
-    )
+def _taken(part: str, means: nn.ModuleDict) -> dict[str, float]:
+    return {f"{part}_{name}": round(float(mean.compute()), 6) for name, mean in means.items()}
 
 
 class Pace(Callback):
@@ -294,7 +254,7 @@ class Pace(Callback):
     takes at most.
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Training) -> None:
         self.began = self.said = time.monotonic()
         self.first = trainer.global_step
 

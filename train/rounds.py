@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..data.batches import TraceModule, TraceOptions
 from ..files import write_whole
 from ..verifier.head import WeightHead
+from .datamodule import TraceModule, TraceOptions
 
 BIASES = [step / 4 for step in range(-40, 17)]
 

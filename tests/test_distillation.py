@@ -16,9 +16,8 @@ from diversed.data.traces import read_shards
 from diversed.files import exclusive
 from diversed.runtime.model import Model, load_module, load_pair, load_tokenizer
 from diversed.runtime.sampling import Sampling
-from diversed.train import adapters, draft
-from diversed.train import fit as command
-from diversed.train.adapters import keep_layers
+from diversed.train import distillation, draft, fit
+from diversed.train.distillation import keep_layers
 from diversed.train.draft import DraftModule, Texts, collate, compare
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -123,7 +122,7 @@ def test_acceptance_before_training_is_that_of_the_traces(place, finished):
     pair = load_pair(*(place[1][name] for name in ("target", "draft")))
     texts = Texts(finished / "traces", pair, place[1]["data"])
     shard = next(read_shards(finished / "traces"))
-    held = torch.isin(shard.prompt, adapters.held_out(24, 0.25, 0))
+    held = torch.isin(shard.prompt, distillation.held_out(24, 0.25, 0))
     at = torch.repeat_interleave(held, shard.start.diff())
     expected = float((1 - shard.tv[at].double()).mean())
     assert report(finished)["before"]["held_out_acceptance"] == pytest.approx(expected, abs=1e-5)
@@ -257,8 +256,8 @@ KILLS = {
     "in the middle of the first epoch": lambda: _die_at_step(2),
     "in the middle of the second epoch": lambda: _die_at_step(9),
     "while the second checkpoint replaces the first": lambda: _die_replacing("last.ckpt", 2),
-    "between a checkpoint and its figures": lambda: setattr(command, "_write_metrics", _die),
-    "between training and the adapter": lambda: setattr(adapters._Distilling, "_write_adapter", _die),
+    "between a checkpoint and its figures": lambda: setattr(fit, "_write_metrics", _die),
+    "between training and the adapter": lambda: setattr(distillation._Distilling, "_write_adapter", _die),
     "while the adapter is written": lambda: _die_replacing("adapter_config.json"),
     "while distill.json is written": lambda: _die_replacing("distill.json"),
 }
@@ -328,7 +327,7 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(pla
     assert "is already distilled; choose another --out" in capsys.readouterr().out
     for name, value in (("rank", 8), ("loss", "tv"), ("seed", 1), ("draft", settings["target"])):
         with pytest.raises(
-            ValueError, match=f"was started with {name} = .*, now it is {value}; .*choose another --out"
+            ValueError, match=f"was begun with {name} .*, now it is {value!r}; .*choose another --out"
         ):
             call(distill, out=str(finished), **{**settings, name: value})
     with exclusive(finished), pytest.raises(OSError, match="is writing to .*choose another --out"):

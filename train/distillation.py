@@ -27,7 +27,6 @@ import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -41,12 +40,12 @@ from ..data.gathering import Rollouts, Stored, gather_traces
 from ..data.selection import LongPrompts, SplitPrompts
 from ..data.tasks import DataOptions
 from ..data.traces import MANIFEST, read_manifest
-from ..files import exclusive, sha256, versions, within, write_whole
+from ..files import DECIDING, exclusive, sha256, versions, within, write_whole
 from ..runtime.groups import Models, Run, SharedRun
 from ..runtime.model import Pair, adapter_base, fingerprint, load_module, load_tokenizer
 from ..runtime.sampling import Sampling
-from .draft import LOSSES, DraftModule, Pace, Texts, line, refuse_other_output
-from .fit import CHECKPOINT, build_trainer, quiet, refuse_damaged, refuse_other_settings, write_json
+from .draft import LOSSES, DraftModule, Pace, Texts, refuse_other_output
+from .fit import CHECKPOINT, build_trainer, fit, quiet, settle
 
 DONE = "distill.json"
 UNIT = 32  # prompts per shard of the texts
@@ -162,7 +161,7 @@ def distill_draft(
         settings["draft"] = None  # none is looked at
     folder = Path(run.out)
     with quiet(), exclusive(folder):
-        refuse_other_settings(folder, settings)
+        settle(folder, settings, write=False)
         if (folder / DONE).is_file():
             print(f"{folder} is already distilled; choose another --out to do it again")
             return folder
@@ -176,8 +175,7 @@ def distill_draft(
             SharedRun(str(traces), run.threads, 1, 0), models, split, texts, Stored(unit=UNIT)
         )
         settings["traces_sha256"] = sha256(traces / MANIFEST)
-        refuse_other_settings(folder, settings)
-        write_json(folder / "settings.json", settings)
+        settle(folder, settings)
         return _Distilling(folder, settings, models.load(), prompts.data, traces).run()
 
 
@@ -217,18 +215,19 @@ class _Distilling:
             texts.owner, held_out(len(texts.prompts), settings["validation"], settings["seed"])
         )
         train, held = (chosen.nonzero().squeeze(1) for chosen in (~mine, mine))
-        module = DraftModule(self.pair, self.draft, texts.loader(held, settings["batch"]), settings)
-        self._announce(len(train), len(held), module)
-        trainer = build_trainer(
-            {**self._trainer_options(), "out": folder}, callbacks=Pace(), line=line
+        module = DraftModule(
+            self.pair,
+            self.draft,
+            texts.loader(held, settings["batch"]),
+            settings["loss"],
+            Sampling(**settings["sampling"]),
+            settings["lr"],
+            settings["patience"],
         )
-        resume = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
-        if resume:
-            refuse_damaged(resume)
-            print(f"continuing from {resume}")
+        self._announce(len(train), len(held), module)
+        trainer = build_trainer(folder, callbacks=Pace(), **self._trainer_options())
         began = time.monotonic()
-        loader = texts.loader(train, settings["batch"], settings["seed"])
-        trainer.fit(module, loader, ckpt_path=resume, weights_only=True)
+        fit(trainer, module, texts.loader(train, settings["batch"], settings["seed"]), folder)
         self._write(module)
         (
             folder / CHECKPOINT
@@ -263,7 +262,6 @@ class _Distilling:
         """Write the draft of the best epoch, then distill.json: its presence says that the run is
         done.
         """
-        module.load_state_dict(module.best["weights"], strict=False)
         adapter = bool(self.adapted) and not self.settings["layers"]
         names = self._write_adapter() if adapter else []
         if self.adapted:
@@ -272,28 +270,22 @@ class _Distilling:
         if not adapter:
             names = _save_model(self.folder, self.draft, self.pair.tokenizer)
         after = module.measure()
-        write_json(
-            self.folder / DONE,
-            {
-                "format": 1,
-                "kind": "adapter" if adapter else "model",
-                "target": {"name": self.settings["target"], "hash": self.pair.target.hash},
-                "base": {
-                    "name": self.settings["draft"],
-                    "hash": read_manifest(self.traces)["draft"]["hash"],
-                },
-                "hash": fingerprint(self.draft),
-                "files_sha256": {name: sha256(self.folder / name) for name in names},
-                "best_epoch": module.best["epoch"],
-                "before": {name: module.history[0][name] for name in after},
-                "after": after,
-                "settings": self.settings,
-                "figures": module.history,
-                "versions": (
-                    versions() | {name: version(name) for name in ("peft", "pytorch-lightning")}
-                ),
-            },
-        )
+        origin = read_manifest(self.traces)["draft"]["hash"]
+        written = {
+            "format": 1,
+            "kind": "adapter" if adapter else "model",
+            "target": {"name": self.settings["target"], "hash": self.pair.target.hash},
+            "base": {"name": self.settings["draft"], "hash": origin},
+            "hash": fingerprint(self.draft),
+            "files_sha256": {name: sha256(self.folder / name) for name in names},
+            "best_epoch": module.best["epoch"],
+            "before": {name: module.history[0][name] for name in after},
+            "after": after,
+            "settings": self.settings,
+            "figures": module.history,
+            "versions": versions((*DECIDING, "peft", "pytorch-lightning")),
+        }
+        write_whole(self.folder / DONE, json.dumps(written, indent=2) + "\n")
         before = module.history[0]["held_out_acceptance"]
         print(
             f"held out: step acceptance {before:.4f} before, {after['held_out_acceptance']:.4f}"

@@ -1,0 +1,194 @@
+"""`diversed train`: traces become a head. The same command again continues from the last finished
+epoch.
+
+    OUT/settings.json, last.ckpt, metrics.csv   see fit.py; figures: see `HeadFigures` in module.py
+    OUT/head.safetensors  the trained head, written at the end
+    OUT/train.json        its kind and sizes, settings, figures and where its traces came from,
+                          written last
+
+Several processes (`--trainer.devices 2 --trainer.strategy ddp`, or a launcher's) share the texts of
+every batch and give the head of one process up to rounding. To the byte they differ, so a run is
+continued with as many as it began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from pytorch_lightning import Trainer, seed_everything
+from safetensors.torch import save
+
+from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_whole
+from .datamodule import TraceModule, TraceOptions
+from .fit import build_trainer, fit, quiet, sentences, settle
+from .module import HeadOptions, VerifierModule
+
+# What changes the result of a run besides the settings of the model and the data.
+TRAINER_SETTINGS = (
+    "max_epochs",
+    "max_steps",
+    "gradient_clip_val",
+    "accumulate_grad_batches",
+    "precision",
+    "world_size",
+)
+
+
+def train(
+    data: TraceOptions,
+    out: str,
+    model: HeadOptions = HeadOptions(),  # noqa: B008  frozen
+    trainer: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
+    threads: int = 1,
+) -> Path:
+    """Train a head on traces; the folder it is in.
+
+    data:    the traces, the size of a batch and what is held out.
+    out:     folder to write to; a run that was interrupted there is continued.
+    model:   the head, its objective and its optimiser.
+    trainer: options of Lightning's Trainer over fit.DEFAULTS, such as max_epochs, devices, strategy
+             and plugins.
+    seed:    decides held-out prompts, order of texts and the start of a head with a hidden layer.
+    threads: CPU threads; the same number gives the same head.
+    """
+    with quiet(), sentences():
+        texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits")
+        seed_everything(seed, verbose=False)
+        module = VerifierModule(model, texts.draft_hidden, texts.target_hidden)
+        return _train(build_trainer(out, **trainer), module, texts, Path(out), threads)
+
+
+def _train(
+    trainer: Trainer, model: VerifierModule, data: TraceModule, folder: Path, threads: int
+) -> Path:
+    """Train, or continue, or notice that there is nothing left to do; then write the head."""
+    within(1, MOST_THREADS, threads=threads)
+    torch.set_num_threads(threads)
+    batch = data.options.batch
+    if batch % trainer.world_size:
+        raise ValueError(
+            f"`batch` must be a multiple of the {trainer.world_size} processes that share its"
+            f" texts, got {batch}"
+        )
+    if trainer.world_size > 1:
+        # Else Lightning chooses a number by the machine.
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    first = trainer.is_global_zero
+    with exclusive(folder) if first else nullcontext():
+        settings = _settings(trainer, model, data, threads)
+        settle(folder, settings, write=False)
+        if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
+            _refuse_damaged_result(folder)
+            if first:
+                print(f"{folder} is already trained; choose another --out to train again")
+            return folder
+        data.setup()
+        _refuse_too_few(trainer, model, data)
+        if first:
+            settle(folder, settings)
+            _announce(model, data)
+        fit(trainer, model, data, folder, lambda: model.start_from(*data.sample_inputs()))
+        if first:
+            _write_head(folder, model, data, settings)
+    return folder
+
+
+def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, threads: int) -> dict:
+    """Everything the result depends on, as plain data."""
+    return {
+        **model.settings,
+        "batch": data.options.batch,
+        "validation": data.options.validation,
+        "reward": data.options.reward,
+        **{name: getattr(trainer, name) for name in TRAINER_SETTINGS},
+        "seed": data.seed,
+        "threads": threads,
+        "traces_sha256": _traces_sha256(data),
+    }
+
+
+def _traces_sha256(data: TraceModule) -> str:
+    """The manifest's checksum, for several folders that of their checksums; it names every shard by
+    checksum.
+    """
+    if len(data.checksums) == 1:
+        return data.checksums[0]
+    return hashlib.sha256("".join(data.checksums).encode()).hexdigest()
+
+
+def _refuse_damaged_result(folder: Path) -> None:
+    path = folder / "head.safetensors"
+    if read_settings(folder / "train.json").get("head_sha256") != sha256(path):
+        raise ValueError(
+            f"{path} is not the head that train.json describes; delete both files and the same"
+            " command writes them again"
+        )
+
+
+def _refuse_too_few(trainer: Trainer, model: VerifierModule, data: TraceModule) -> None:
+    """ValueError for an objective or a patience that these texts cannot serve."""
+    prompt = data.texts.prompt
+    if model.objective.compares and len(prompt) == len(prompt.unique()):
+        raise ValueError(
+            f"the traces in {data.folders[0]} have one text a prompt, so a reward cannot be"
+            " compared with the mean of its prompt; gather with --samples 4, or train with"
+            " --model.objective attribution"
+        )
+    if model.patience and not (len(data.held_index) and trainer.limit_val_batches):
+        raise ValueError(
+            "`patience` waits for the loss on held-out prompts, and none are held out; give"
+            " --data.validation 0.1 and two prompts or more, or --model.patience 0"
+        )
+
+
+def _announce(model: VerifierModule, data: TraceModule) -> None:
+    texts = data.texts
+    tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
+    print(
+        f"{len(texts)} texts of {prompts} prompts, {tokens} tokens; {len(data.held_index)} texts"
+        f" are held out; mean reward {texts.reward.mean():.3f}",
+        flush=True,
+    )
+    if model.objective.compares and not texts.per_text["advantage"][data.train_index].any():
+        print(
+            "note: the texts of every prompt have equal rewards, so only the acceptance term can"
+            " teach anything"
+        )
+
+
+def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings: dict) -> None:
+    """Write head.safetensors, then train.json: its presence says that the run is done."""
+    head = model.head.cpu()
+    if not all(torch.isfinite(tensor).all() for tensor in head.state_dict().values()):
+        raise ValueError(
+            f"training in {folder} ended in numbers that are not finite; lower lr and choose"
+            " another --out"
+        )
+    sizes = ("features", "draft_hidden", "target_hidden", "width")
+    described = {name: getattr(head, name) for name in sizes}
+    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    path = write_whole(
+        folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)})
+    )
+    trained = {
+        "format": 1,
+        "head": described,
+        "head_sha256": sha256(path),
+        "settings": settings,
+        "traces": [str(traces) for traces in data.folders],
+        "traces_sha256": settings["traces_sha256"],
+        "manifest": {key: value for key, value in data.manifest.items() if key != "shards"},
+        "figures": model.history,
+        "versions": versions(("torch", "pytorch-lightning", "safetensors")),
+    }
+    write_whole(folder / "train.json", json.dumps(trained, indent=2) + "\n")
+    print(f"head: {path}\nfigures: {folder / 'metrics.csv'} and {folder / 'train.json'}")
