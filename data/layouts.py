@@ -1,137 +1,97 @@
-"""Which fields of a row are the prompt, the article and the reference."""
+"""Rows of files that other projects made, as rows of a task.
+
+A function takes (row, place) and gives the row with the fields that the task reads; a row that has
+them already is given back as it is, and of another task's row there is None.
+
+spec_bench   Spec-Bench (arXiv 2401.07851): `category`, `turns` with the instruction, `reference`.
+helm_xsum    HELM's few-shot prompts: the last article is the row's own, the five before it are
+             shots and left out.
+mbpp         Austin 2021, arXiv 2108.07732, the prompt of section 3 without examples: the task, its
+             tests, then [BEGIN]; an answer ends at [DONE]. Rows of the full or the sanitized set.
+humaneval    Chen 2021, arXiv 2107.03374: the prompt is the function's head, the test
+             check(entry_point); an answer ends where the next thing begins at the margin.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
-from ..files import close_to
-from .sources import Source
+from .code_answers import HERE
+from .sources import Blank, text_of
+
+Row = dict[str, Any]
+Layout = Callable[[Row, str], Row | None]
+HELM_ARTICLE = re.compile(
+    r"(?s)(?:.*###\nArticle: )?(.*?)(?:\s*Summarize the above article in 1 sentence\.\s*)?$"
+)
 
 
-class Blank(ValueError):
-    """A row without text, or without the reference that the score needs."""
+def as_it_is(row: Row, place: str) -> Row:
+    """The row itself."""
+    return row
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Field names; a dot reaches inside lists and objects: "translation.de", "turns.0".
+def spec_bench(category: str, text: str, reference: str, instruction: str = "") -> Layout:
+    """The layout of one of Spec-Bench's categories.
 
-    where:  (field, value): only rows with this value count.
-    inside: pattern that matches any text; its first group is the wanted part of the prompt's or
-        article's field.
+    text, reference: the task's own fields. instruction: what stands before the text of a turn.
     """
 
-    prompt: str | None = None
-    article: str | None = None
-    reference: str | None = None
-    where: tuple[str, str] | None = None
-    inside: str = r"(?s)(.*)"
+    def read(row: Row, place: str) -> Row | None:
+        if text in row or not {"category", "turns"} <= row.keys():
+            return row
+        if row["category"] != category:
+            return None
+        answers = row.get("reference")
+        return {
+            **row,
+            text: text_of(row, "turns.0", place).removeprefix(instruction),
+            reference: answers[0] if isinstance(answers, list) and answers else answers,
+        }
 
-    @property
-    def fields(self) -> list[str]:
-        return [
-            f
-            for f in (self.prompt, self.article, self.reference, self.where and self.where[0])
-            if f
-        ]
-
-    def holds(self, row: dict) -> bool:
-        """Whether the row counts."""
-        return self.where is None or row.get(self.where[0]) == self.where[1]
-
-    def read(self, row: dict, place: str) -> tuple[str, str, str | None]:
-        """(prompt, article, reference) of a row; "" and None for what the layout does not name."""
-        prompt, article = (
-            re.match(self.inside, text_of(row, field, place)).group(1) if field else ""
-            for field in (self.prompt, self.article)
-        )
-        if not (prompt + article).strip():
-            raise Blank(
-                f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or"
-                " delete the row"
-            )
-        reference = text_of(row, self.reference, place) if self.reference else None
-        if reference is not None and not reference.strip():
-            raise Blank(
-                f"{place} has an empty reference (field {self.reference}); fill it or delete"
-                " the row"
-            )
-        return prompt, article, reference
+    return read
 
 
-def choose(layouts: Sequence[Layout], source: Source) -> Layout:
-    """The first layout whose fields the source has, in the first row that counts; ValueError names
-    what there is.
+def helm_xsum(row: Row, place: str) -> Row:
+    """A row of HELM's XSum."""
+    if "document" in row or "summary_gt" not in row:
+        return row
+    article = HELM_ARTICLE.match(text_of(row, "article", place)).group(1)
+    return {**row, "document": article, "summary": row["summary_gt"]}
+
+
+def mbpp(row: Row, place: str) -> Row:
+    """The row with the task in `text`, its tests as they are shown in `tests`, and with their
+    set-up in `test_list`.
     """
-    for layout in layouts if source.local else layouts[:1]:
-        first = next((i for i, row in enumerate(source.rows) if layout.holds(row)), None)
-        if first is not None and not any(
-            _lacks(source.rows[first], field) for field in layout.fields
-        ):
-            return layout
-    row, place = source.rows[0], source.place(0)
-    if len(layouts) == 1:
-        field = next(field for field in layouts[0].fields if _lacks(row, field))
-        raise ValueError(_no_field(row, field, place))
-    wanted = "; or ".join(", ".join(layout.fields) for layout in layouts)
-    raise ValueError(
-        f"{place} must have the fields {wanted}; it has {_listing(row)}; name others with"
-        " `data.prompt_field`, `data.article_field` and `data.reference_field`"
-    )
+    task = text_of(row, "prompt" if "prompt" in row and "text" not in row else "text", place)
+    if not task.strip():
+        raise Blank(f"{place} has an empty task (field text); fill it or delete the row")
+    tests = _lines(row, "test_list", place)
+    setup = [
+        _lines(row, field, place) for field in ("test_imports", "test_setup_code") if row.get(field)
+    ]
+    return {
+        **row,
+        "text": task,
+        "tests": tests,
+        "test_list": "\n".join([*setup, tests]) if tests.strip() else "",
+    }
 
 
-def _lacks(row: dict, field: str) -> bool:
-    try:
-        _lookup(row, field)
-    except LookupError:
-        return True
-    return False
+def humaneval(row: Row, place: str) -> Row:
+    """The row with head, tests and their call as one text in `test`."""
+    head, test, name = (text_of(row, field, place) for field in ("prompt", "test", "entry_point"))
+    if "def check(" not in test:
+        raise Blank(f"{place} must define check(candidate) in the field test, got {test[:60]!r}")
+    return {**row, "test": f"{head}{HERE}{test}\n\ncheck({name})\n"}
 
 
-def _lookup(row: dict, field: str):
-    if field in row:
-        return row[field]
-    value = row
-    for key in field.split("."):
-        if isinstance(value, dict):
-            value = value[key]
-        elif isinstance(value, list) and key.isdecimal():
-            value = value[int(key)]
-        else:
-            raise LookupError(field)
-    return value
-
-
-def text_of(row: dict, field: str, place: str) -> str:
-    """The text in a field of a row; ValueError, or Blank where it is null."""
-    try:
-        value = _lookup(row, field)
-    except LookupError:
-        raise ValueError(_no_field(row, field, place)) from None
-    if value is None:
-        raise Blank(
-            f"{place} must hold text in the field {field}, got null; fill it or delete the row"
-        )
-    if not isinstance(value, str | int | float):
-        inside = next(iter(value if isinstance(value, dict) else map(str, range(len(value)))), None)
-        hint = f"; name what is inside, such as {field}.{inside}" if inside else ""
-        raise ValueError(
-            f"{place} must hold text in the field {field}, got a {type(value).__name__}{hint}"
-        )
-    try:
-        str(value).encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair"
-        ) from None
-    return str(value)
-
-
-def _no_field(row: dict, field: str, place: str) -> str:
-    return f"{place} has no field {field}, it has {_listing(row)}{close_to(field, row)}"
-
-
-def _listing(row: dict) -> str:
-    return ", ".join(map(str, row)) or "no field"
+def _lines(row: Row, field: str, place: str) -> str:
+    """A field's text, or its list of texts as lines."""
+    listed = row.get(field)
+    if not isinstance(listed, list):
+        return text_of(row, field, place)
+    return "\n".join(text_of(row, f"{field}.{i}", place) for i in range(len(listed)))

@@ -3,7 +3,7 @@
 final_number  the number that an answer ends up with, see `data.final_number`.
 rouge         rouge-score (google-research), F1 with Porter stemming, as summarisation papers report it.
 bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
-pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`data.programs`), else 0.
+pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`sandbox`), else 0.
 
 All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability,
 in nats a token, that the target gives the text (`mean_log_probability`, from the target's rows: the

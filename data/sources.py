@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..files import close_to
 
@@ -24,6 +25,10 @@ SPLITS = ("train", "validation", "test")
 STEMS = {name: name for name in SPLITS} | {name: "validation" for name in ("valid", "val", "dev")}
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 CARVED = {"test": (0.0, 0.1), "validation": (0.1, 0.2)}  # u in [low, high)
+
+
+class Blank(ValueError):
+    """A row without text, or without the reference that the score needs."""
 
 
 @dataclass(frozen=True)
@@ -179,3 +184,50 @@ def _parsed(text: str, path: Path, line: int | None = None):
         raise ValueError(
             f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}"
         ) from None
+
+
+def text_of(row: dict, field: str, place: str, option: str = "") -> str:
+    """The text in a field of a row; ValueError, or Blank if it is null.
+
+    field: a dot reaches inside lists and objects: "translation.de", "turns.0".
+    option: that names another field.
+    """
+    try:
+        value = _lookup(row, field)
+    except LookupError:
+        other = f"; name another with `{option}`" if option else ""
+        listing = ", ".join(map(str, row)) or "no field"
+        raise ValueError(
+            f"{place} has no field {field}, it has {listing}{close_to(field, row) or other}"
+        ) from None
+    if value is None:
+        raise Blank(
+            f"{place} must hold text in the field {field}, got null; fill it or delete the row"
+        )
+    if not isinstance(value, str | int | float):
+        inside = next(iter(value if isinstance(value, dict) else map(str, range(len(value)))), None)
+        hint = f"; name what is inside, such as {field}.{inside}" if inside else ""
+        raise ValueError(
+            f"{place} must hold text in the field {field}, got a {type(value).__name__}{hint}"
+        )
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair"
+        ) from None
+    return str(value)
+
+
+def _lookup(row: dict, field: str) -> Any:
+    if field in row:
+        return row[field]
+    value = row
+    for key in field.split("."):
+        if isinstance(value, dict):
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal():
+            value = value[int(key)]
+        else:
+            raise LookupError(field)
+    return value

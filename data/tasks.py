@@ -1,9 +1,8 @@
-"""Tasks: prompts, references, stop strings and a score.
+"""Tasks: prompts, references, stop strings and a score. A new task is one entry of TASKS.
 
 Rows come from the Hugging Face hub (`datasets.load_dataset`) or, with `data.path`, from local files
-with the same fields; `sums` makes its own problems. A layout says which fields of a row are what; a
-task takes its first that fits. Splits are disjoint (`data.rows`); the order is a shuffle by `seed`:
-a smaller `limit` is the beginning of a larger one.
+with the same fields; `sums` makes its own problems. Splits are disjoint (`sources`). The order is a
+shuffle by `seed`: a smaller `limit` is the beginning of a larger one.
 """
 
 from __future__ import annotations
@@ -18,16 +17,246 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..assets.sums import problems
 from ..files import close_to, within
-from . import sandbox
-from .layouts import Blank, Layout, choose
-from .prompts import Example, encode, fill
-from .recipes import TASKS, DataOptions, Recipe, recipe_for
+from . import layouts, sandbox
+from .prompts import PLACES, Example, check_template, encode, fill
 from .scores import SCORES, missing
-from .sources import SPLITS, Source, hub_source, local_source
+from .sources import SPLITS, Blank, Source, hub_source, local_source, text_of
 
-__all__ = ["TASKS", "DataOptions", "Example", "Task", "load_task"]
 SUMS_PROBLEMS = 1000  # without a limit
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where a task's rows come from and how they are read; None means the task's own choice.
+
+    Args:
+        path: a .jsonl or .json file (also .gz), or a folder with train, validation and test files;
+            None loads from the hub. A split without a file of its own is carved from the training
+            (or only) file, a tenth each, by a hash of the row's text: training and evaluation never
+            share a row.
+        whole: take all rows of the split's file (of the only file) for any split; training and
+            evaluating on the same file then share rows.
+        prompt_field: field with the part of the prompt that is never shortened; dots reach inside:
+            "turns.0".
+        article_field: field with the part that may lose its end to fit the context.
+        reference_field: field with the expected answer.
+        template: the text around the fields, such as "Article: {article} Summary:"; other braces
+            are {{ and }}.
+        score: exact, final_number, rouge1, rouge2, rougeL, bleu, pass_at_1, which runs the
+            reference as tests of the text's program, or target_logprob, which needs no reference.
+        stop: strings that end a text.
+        max_new_tokens: tokens a text may have, the end-of-text included.
+        chat: send the prompt through the tokenizer's chat template.
+    """
+
+    path: str | None = None
+    whole: bool = False
+    prompt_field: str | None = None
+    article_field: str | None = None
+    reference_field: str | None = None
+    template: str | None = None
+    score: str | None = None
+    stop: tuple[str, ...] | None = None
+    max_new_tokens: int | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a task is made of, before its rows are read.
+
+    template: the text around the fields. prompt: field of the part that is never shortened; article:
+        of the part that may lose its end; reference: of the expected answer. None has no field.
+    score: a key of SCORES; stop: strings that end a text; max_new_tokens: the end-of-text included.
+    hub: (repository, configuration); hub_splits: the splits the hub has.
+    layout: gives the row with these fields, if a file has others; see `layouts`.
+    code: an answer is a program. Its fields are made by the layout, so no option names others.
+    """
+
+    template: str
+    prompt: str | None = None
+    article: str | None = None
+    reference: str | None = None
+    score: str = "target_logprob"
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 128
+    hub: tuple[str, str | None] | None = None
+    hub_splits: tuple[str, ...] = SPLITS
+    layout: layouts.Layout = layouts.as_it_is
+    code: bool = False
+
+    def texts(self, row: dict, place: str) -> tuple[str, str, str | None]:
+        """(prompt, article, reference) of a row; "" and None for what the task does not have."""
+        found = {}
+        for name in (*PLACES, "reference"):
+            if field := getattr(self, name):
+                found[name] = text_of(row, field, place, "" if self.code else f"data.{name}_field")
+        prompt, article = found.get("prompt", ""), found.get("article", "")
+        if not (prompt + article).strip():
+            raise Blank(
+                f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or"
+                " delete the row"
+            )
+        reference = found.get("reference")
+        if reference is not None and not reference.strip():
+            raise Blank(
+                f"{place} has an empty reference (field {self.reference}); fill it or delete"
+                " the row"
+            )
+        if lacking := missing(self.score, reference):
+            raise Blank(
+                f"{place} must hold {lacking} in {self.reference} for the score {self.score}, got"
+                f" {reference[:60]!r}"
+            )
+        return prompt, article, reference
+
+
+TASKS = {
+    "sums": Kind(
+        "{prompt}",
+        prompt="prompt",
+        reference="reference",
+        score="final_number",
+        max_new_tokens=96,
+    ),
+    "gsm8k": Kind(
+        'Solve the problem step by step and end with "#### " and the number.\n\nQuestion:'
+        " {prompt}\nAnswer:",
+        prompt="question",
+        reference="answer",
+        score="final_number",
+        stop=("\nQuestion:", "\n\nQuestion"),
+        hub=("openai/gsm8k", "main"),
+        hub_splits=("train", "test"),
+        layout=layouts.spec_bench("math_reasoning", "question", "answer"),
+    ),
+    "cnndm": Kind(
+        "Article: {article}\n\nSummarize the above article in three sentences.\nSummary:",
+        article="article",
+        reference="highlights",
+        score="rouge2",
+        stop=("###", "\nArticle:"),
+        hub=("abisee/cnn_dailymail", "3.0.0"),
+        layout=layouts.spec_bench("summarization", "article", "highlights", "Summarize: "),
+    ),
+    "xsum": Kind(
+        "Article: {article}\n\nSummarize the above article in 1 sentence.\nSummary:",
+        article="document",
+        reference="summary",
+        score="rouge2",
+        stop=("###", "\nArticle:"),
+        max_new_tokens=64,
+        hub=("EdinburghNLP/xsum", None),
+        layout=layouts.helm_xsum,
+    ),
+    "wmt": Kind(
+        "Translate German to English.\nGerman: {prompt}\nEnglish:",
+        prompt="translation.de",
+        reference="translation.en",
+        score="bleu",
+        stop=("\nGerman:", "\n\n"),
+        hub=("wmt/wmt14", "de-en"),
+        layout=layouts.spec_bench(
+            "translation", "translation.de", "translation.en", "Translate German to English: "
+        ),
+    ),
+    "mbpp": Kind(
+        "You are an expert Python programmer, and here is your task: {prompt} Your code should pass"
+        " these tests:\n\n{article}\n[BEGIN]\n",
+        prompt="text",
+        article="tests",
+        reference="test_list",
+        score="pass_at_1",
+        stop=("[DONE]", "\n```", "\nassert ", "\nprint(", "\nif __name__"),
+        max_new_tokens=512,
+        hub=("google-research-datasets/mbpp", "full"),
+        layout=layouts.mbpp,
+        code=True,
+    ),
+    "humaneval": Kind(
+        "{prompt}",
+        prompt="prompt",
+        reference="test",
+        score="pass_at_1",
+        stop=("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```"),
+        max_new_tokens=512,
+        hub=("openai/openai_humaneval", None),
+        hub_splits=("test",),
+        layout=layouts.humaneval,
+        code=True,
+    ),
+    "jsonl": Kind("{prompt}", prompt="prompt"),
+}
+
+
+def with_options(name: str, options: DataOptions) -> Kind:
+    """The task of this name with the options put in."""
+    if name not in TASKS:
+        raise ValueError(
+            f"the task must be one of {', '.join(TASKS)}, got {name!r}{close_to(name, TASKS)}"
+        )
+    kind = _with_fields(name, options)
+    needed = tuple(place for place in PLACES if getattr(kind, place))
+    template = options.template
+    if template is None and name == "jsonl":
+        template = "\n\n".join(f"{{{place}}}" for place in reversed(needed))
+    template = kind.template if template is None else template
+    check_template(template, needed)
+    score = _score(name, options)
+    # A chat answer holds a block of code, which the stop strings of a bare continuation would cut.
+    usual = () if options.chat and kind.code else kind.stop
+    stop = usual if options.stop is None else options.stop
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"`data.stop` must be a list of texts, none empty, got {stop!r}")
+    tokens = kind.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+    if tokens < 1:
+        raise ValueError(f"`data.max_new_tokens` must be at least 1, got {tokens}")
+    return replace(
+        kind,
+        template=template,
+        reference=None if score == "target_logprob" else kind.reference,
+        score=score,
+        stop=tuple(stop),
+        max_new_tokens=tokens,
+    )
+
+
+def _with_fields(name: str, options: DataOptions) -> Kind:
+    """The task with the fields that the options name; rows are then read as they are."""
+    kind = TASKS[name]
+    fields = {place: getattr(options, f"{place}_field") for place in (*PLACES, "reference")}
+    given = {place: field for place, field in fields.items() if field}
+    if not given:
+        return kind
+    if kind.code:
+        raise ValueError(
+            f"the task {name} reads fields of its own, leave out `data.{next(iter(given))}_field`;"
+            " or use the task jsonl with the score pass_at_1"
+        )
+    if name == "jsonl" and "article" in given:
+        kind = replace(kind, prompt=None)
+    return replace(kind, layout=layouts.as_it_is, **given)
+
+
+def _score(name: str, options: DataOptions) -> str:
+    score = options.score or TASKS[name].score
+    listing = ", ".join(SCORES)
+    if score not in SCORES:
+        raise ValueError(
+            f"`data.score` must be one of {listing}, got {score!r}{close_to(score, SCORES)}"
+        )
+    if name == "jsonl" and options.reference_field and not options.score:
+        raise ValueError(
+            f"`data.score` must say how a text is compared with {options.reference_field}: one of"
+            f" {listing}"
+        )
+    if name == "jsonl" and score != "target_logprob" and not options.reference_field:
+        raise ValueError(
+            f"the score {score} needs `data.reference_field`, the field with the expected answer"
+        )
+    return score
 
 
 @dataclass(frozen=True)
@@ -102,23 +331,23 @@ def load_task(
     seed:  of the order; never of the membership in a split.
     """
     options = replace(data or DataOptions(), **({} if path is None else {"path": str(path)}))
-    recipe = recipe_for(name, options)
+    kind = with_options(name, options)
     if split not in SPLITS:
         raise ValueError(
             f"`split` must be one of {', '.join(SPLITS)}, got {split!r}{close_to(split, SPLITS)}"
         )
     within(1, limit=limit)
     within(0, seed=seed)
-    if recipe.score == "pass_at_1":
+    if kind.score == "pass_at_1":
         sandbox.check()
-    load = _sums if name == "sums" else partial(_rows, name)
-    examples, source = load(recipe, options, split, limit, seed)
+    load = _sums if name == "sums" else _rows
+    examples, source = load(kind, options, split, limit, seed)
     return Task(
         name,
         examples,
-        recipe.stop,
-        recipe.max_new_tokens,
-        recipe.score,
+        kind.stop,
+        kind.max_new_tokens,
+        kind.score,
         split,
         source,
         options,
@@ -126,10 +355,8 @@ def load_task(
 
 
 def _sums(
-    recipe: Recipe, options: DataOptions, split: str, limit: int | None, seed: int
+    kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int
 ) -> tuple[list[Example], str]:
-    from ..assets.sums import problems
-
     for option in ("path", "whole", "prompt_field", "article_field", "reference_field"):
         if getattr(options, option):
             raise ValueError(
@@ -138,7 +365,7 @@ def _sums(
             )
     examples = [
         Example(
-            *fill(recipe.template, row["prompt"], ""),
+            *fill(kind.template, row["prompt"], ""),
             row["reference"],
             f"problem {i} of {split}, seed {seed}",
         )
@@ -148,28 +375,24 @@ def _sums(
 
 
 def _rows(
-    name: str, recipe: Recipe, options: DataOptions, split: str, limit: int | None, seed: int
+    kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int
 ) -> tuple[list[Example], str]:
     """The examples in their order, and which they are."""
     import numpy
 
-    if options.path is None and recipe.hub is None:
-        raise ValueError(
-            f"the task {name} needs `data.path`, a .jsonl or .json file or a folder of them"
-        )
-    if options.path is None:
-        source = hub_source(*recipe.hub, recipe.hub_splits, split, options.whole)
-    else:
+    if options.path is not None:
         source = local_source(Path(options.path), split, options.whole)
-    if recipe.prepare:
-        source = replace(
-            source, rows=[recipe.prepare(row, source.place(i)) for i, row in enumerate(source.rows)]
+    elif kind.hub is not None:
+        source = hub_source(*kind.hub, kind.hub_splits, split, options.whole)
+    else:
+        raise ValueError(
+            "the task jsonl needs `data.path`, a .jsonl or .json file or a folder of them"
         )
-    layout = choose(recipe.layouts, source)
-    read = _reader(recipe, layout, source)
-    members = _members(layout, source, split, read)
-    order = (members[i] for i in numpy.random.default_rng(seed).permutation(len(members)))
-    usable = (found[1] for found in map(read, order) if found)
+    read = cache(partial(_read, kind, source))
+    members = _members(source, split, read)
+    order = numpy.random.default_rng(seed).permutation(len(members))
+    found = (read(members[i]) for i in order)
+    usable = (text_and_example[1] for text_and_example in found if text_and_example)
     examples = list(islice(usable, limit))
     what = f"the {split} split of {source.name}"
     if not examples:
@@ -182,37 +405,26 @@ def _rows(
     return examples, f"{len(examples)} of {len(members)} rows{carved} of {source.name}"
 
 
-def _reader(
-    recipe: Recipe, layout: Layout, source: Source
-) -> Callable[[int], tuple[str, Example] | None]:
-    """Row index -> (its text without the template, its example); None for a row of the hub that
-    lacks one of them.
+def _read(kind: Kind, source: Source, index: int) -> tuple[str, Example] | None:
+    """(text without the template, example) of a row; None for a row of another task, and for a row
+    of the hub that lacks a text.
     """
-
-    @cache
-    def read(index: int) -> tuple[str, Example] | None:
-        place = source.place(index)
-        try:
-            prompt, article, reference = layout.read(source.rows[index], place)
-            if lacking := missing(recipe.score, reference):
-                raise Blank(
-                    f"{place} must hold {lacking} in {layout.reference} for the score"
-                    f" {recipe.score}, got {reference[:60]!r}"
-                )
-        except Blank:
-            if source.local:
-                raise
+    place = source.place(index)
+    try:
+        row = kind.layout(source.rows[index], place)
+        if row is None:
             return None
-        return prompt + article, Example(*fill(recipe.template, prompt, article), reference, place)
+        prompt, article, reference = kind.texts(row, place)
+    except Blank:
+        if source.local:
+            raise
+        return None
+    return prompt + article, Example(*fill(kind.template, prompt, article), reference, place)
 
-    return read
 
-
-def _members(layout: Layout, source: Source, split: str, read: Callable) -> Sequence[int]:
+def _members(source: Source, split: str, read: Callable) -> Sequence[int]:
     """Indices of the split's rows. Local rows are all read, so that an error hangs on no limit."""
     members = range(len(source.rows))
-    if layout.where:
-        members = [i for i in members if layout.holds(source.rows[i])]
     if source.local or source.carved:
         members = [i for i in members if read(i)]
     if not source.carved:

@@ -369,6 +369,33 @@ def test_code_is_gathered_and_evaluated_on_the_packaged_pair(name, tmp_path):
     assert (cell["metric"], cell["score"]) == ("pass@1", 0.0)
 
 
+# Files of other projects
+
+
+def test_of_a_spec_bench_file_a_task_takes_the_rows_of_its_category(tmp_path):
+    rows = [
+        {"category": "summarization", "turns": ["Summarize: Long news."], "reference": ["News ."]},
+        {"category": "math_reasoning", "turns": ["What is 3+4?"], "reference": ["7"]},
+        {"category": "translation", "turns": ["Translate German to English: Guten Tag."], "reference": ["Good day."]},
+    ]
+    path = write(tmp_path / "question.jsonl", rows)
+    found = {name: load_task(name, path, data=DataOptions(whole=True)) for name in ("cnndm", "gsm8k", "wmt")}
+    assert [len(task.examples) for task in found.values()] == [1, 1, 1]
+    assert found["cnndm"].examples[0].article == "Long news." and found["cnndm"].examples[0].reference == "News ."
+    assert "Question: What is 3+4?\n" in found["gsm8k"].examples[0].prompt
+    assert found["wmt"].examples[0].prompt == "Translate German to English.\nGerman: Guten Tag.\nEnglish:"
+    taken = load_task("gsm8k", path, data=DataOptions(whole=True, prompt_field="turns.0", reference_field="reference.0",
+                                                      score="exact"))  # fmt: skip
+    assert len(taken.examples) == 3 and any("Summarize: Long" in example.prompt for example in taken.examples)
+
+
+def test_of_helm_s_few_shot_prompts_the_last_article_counts(tmp_path):
+    shots = "Article: Old.\nSummary: O.\n\n###\nArticle: New.\n\nSummarize the above article in 1 sentence.\n"
+    task = load_task("xsum", write(tmp_path / "r.jsonl", [{"article": shots, "summary_gt": "N."}]),
+                     data=DataOptions(whole=True))  # fmt: skip
+    assert (task.examples[0].article, task.examples[0].reference) == ("New.", "N.")
+
+
 # Options
 
 
@@ -538,7 +565,11 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
             {"content": ROW, "whole": False, "split": "validation"},
             ["the validation split of", "is empty: it is carved from 1 rows"],
         ),
-        ({"content": ROW, "name": "gsm8k"}, ["line 1 of r.jsonl must have the fields question, answer; or turns.0"]),
+        (
+            {"content": ROW, "name": "gsm8k"},
+            ["line 1 of r.jsonl has no field question, it has prompt, gold; name another with `data.prompt_field`"],
+        ),
+        ({"content": b'{"article": "a", "gold": "b"}\n', "name": "cnndm"}, ["name another with `data.reference_field`"]),
         ({"content": ROW, "name": "sums"}, ["the task sums makes its own problems, leave out `data.path`"]),
         ({"content": ROW, "name": "gsm8"}, ["'gsm8'; did you mean `gsm8k`?"]),
         ({"content": ROW, "name": "mbpp"}, ["line 1 of r.jsonl has no field test_list, it has prompt, gold"]),
