@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer, seed_everything
+from pytorch_lightning import Trainer, seed_everything
 from safetensors.torch import save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,6 +54,7 @@ from ..runtime.groups import Models, Run
 from ..runtime.model import Pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
+from ..train.fit import DEFAULTS, Training, quiet
 from ..verifier.head import LARGEST_SIZE
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
@@ -292,7 +293,7 @@ def _facts(length: Tensor, sampling: dict[str, Any], costs: Latencies) -> Tensor
     )
 
 
-class SelectorModule(LightningModule):
+class SelectorModule(Training):
     """The network and the paper's objective; `best` holds the weights of the epoch whose choices
     were fastest on the
     held-out prompts, which flatters them there: judge a selector by other prompts.
@@ -301,13 +302,12 @@ class SelectorModule(LightningModule):
     """
 
     def __init__(self, known: Contexts, lr: float, risk: float, width: int, choosing: float = 0.0):
-        super().__init__()
-        self.known, self.lr, self.risk, self.choosing = known, lr, risk, choosing
+        super().__init__(lr, weight_decay=0.01, warmup_steps=0, patience=0)
+        self.known, self.risk, self.choosing = known, risk, choosing
         sizes = known.hidden[0].shape[1], known.hidden[1].shape[1]
         common = int(known.base[~known.held].mode().values)
         self.network = ShapeNetwork(*sizes, len(known.shapes), width, common)
         self.network.standardise(known.scalars[~known.held])
-        self.best: tuple[float, int, dict] = (-math.inf, 0, {})
 
     def logits(self, index: Tensor) -> Tensor:
         return self.network([part[index] for part in self.known.hidden], self.known.scalars[index])
@@ -326,16 +326,16 @@ class SelectorModule(LightningModule):
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return objective(self.gain(batch[0]), self.risk)
 
-    def on_train_epoch_end(self) -> None:
+    def figures(self) -> dict:
         rows = figures(self.known, self.choice(), self.choosing)
         self.train()
-        value = sum(math.log(row["selector"] / row["base"]) for row in rows)
-        if value > self.best[0]:
-            weights = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-            self.best = value, self.current_epoch + 1, weights
+        return {"gain": sum(math.log(row["selector"] / row["base"]) for row in rows)}
+
+    def score(self, row: dict) -> float:
+        return row["gain"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     @torch.no_grad()
     def choice(self) -> Tensor:
@@ -425,10 +425,6 @@ def train_selector(
         raise ValueError(
             "`prompts` must leave texts to train on and texts held out; label more, or longer texts"
         )
-    from ..train.fit import (
-        quiet,
-    )  # it brings Lightning's command line, which a benchmark must not need
-
     with quiet():
         seed_everything(settings["seed"], verbose=False)
         module = SelectorModule(
@@ -436,25 +432,17 @@ def train_selector(
         )
         index = (~known.held).nonzero().squeeze(1)
         loader = DataLoader(TensorDataset(index), settings["batch"], shuffle=True)
-        Trainer(
-            max_epochs=settings["epochs"],
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            gradient_clip_val=1.0,
-            log_every_n_steps=1,
-        ).fit(module, loader)
-    module.network.load_state_dict(module.best[2])
+        options = {**DEFAULTS, "max_epochs": settings["epochs"], "gradient_clip_val": 1.0}
+        quietly = {"enable_checkpointing": False, "enable_progress_bar": False}
+        Trainer(**options, **quietly).fit(module, loader)
+    module.restore_best()
     rows = figures(known, module.choice(), choosing)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(
         out / FILES[1],
         save({name: t.contiguous() for name, t in module.network.state_dict().items()}),
     )
-    card = _card(method, known, costs, settings, module.best[1], rows) | {
+    card = _card(method, known, costs, settings, module.best["epoch"], rows) | {
         "choosing_ms": 1e3 * choosing
     }
     write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")

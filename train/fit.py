@@ -19,7 +19,6 @@ import logging
 import math
 import sys
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import make_dataclass
@@ -84,17 +83,17 @@ class Training(LightningModule):
         self.history: list[dict] = []
         self.best: dict = {}
 
-    @abstractmethod
     def figures(self) -> dict:
         """What is written down about the epoch that ends."""
+        return {}
 
-    @abstractmethod
     def score(self, row: dict) -> float | None:
         """What epochs are compared by, larger is better; None if they are not compared."""
+        return None
 
-    @abstractmethod
     def line(self, row: dict, epochs: int | None) -> str:
         """What is said about an epoch; epochs: how many there are at most."""
+        return f"epoch {row['epoch']}/{epochs}"
 
     def record(self, row: dict) -> None:
         """Write an epoch down, keep its weights if it is the best so far, stop if none is better."""
