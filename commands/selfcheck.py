@@ -50,8 +50,14 @@ SHAPES = {
 }
 
 
-def selfcheck(method: str = "all", device: str = "cpu", seed: int = 0) -> bool:
-    """Check one method or all of them, print a table, and say whether every law holds."""
+def selfcheck(*, method: str = "all", device: str = "cpu", seed: int = 0) -> bool:
+    """Check one method or all of them, print a table, and say whether every law holds.
+
+    Args:
+        method: a verification method, or all.
+        device: where laws and texts are computed, such as cpu or cuda.
+        seed: of the random models and texts.
+    """
     from rich.console import Console
     from rich.table import Table
 

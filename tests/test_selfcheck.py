@@ -9,7 +9,7 @@ from scipy.stats import chi2, chisquare, ncx2
 
 
 def test_every_law_is_exact_here(capsys):
-    assert selfcheck("gbv") and selfcheck("univer", seed=1)
+    assert selfcheck(method="gbv") and selfcheck(method="univer", seed=1)
     assert "exact" in capsys.readouterr().out
 
 
@@ -30,7 +30,7 @@ def off_by(distance: float) -> Method:
 def test_a_wrong_law_is_found_by_enumeration_and_by_sampling(monkeypatch, capsys):
     """The residual at the root is shifted by a fifth, some 0.02 of the text's law in total variation."""
     monkeypatch.setitem(METHODS, "wrong", off_by(0.2))
-    assert not selfcheck("wrong")
+    assert not selfcheck(method="wrong")
     assert "WRONG" in capsys.readouterr().out
     assert sampled(METHODS["wrong"], "chain", "cpu", 0) < module.FALSE_ALARM
 
@@ -52,10 +52,10 @@ def test_an_error_of_one_percent_is_missed_as_rarely_as_stated():
 
 def test_an_unknown_method_is_named():
     with pytest.raises(ValueError, match="did you mean `block"):
-        selfcheck("blok")
+        selfcheck(method="blok")
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:77", "meta"])
 def test_a_device_that_cannot_be_used_is_named(device):
     with pytest.raises(ValueError, match=f"`device` '{device}' cannot be used on this machine"):
-        selfcheck("token", device)
+        selfcheck(method="token", device=device)
