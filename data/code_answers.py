@@ -33,6 +33,7 @@ MOST_CUTS = 200  # lines at the margin that are tried as the end of a program
 def program(text: str, reference: str) -> tuple[str, str]:
     """(program, tests) of an answer; the program may be no Python, it then fails its tests."""
     head, _, tests = reference.rpartition(HERE)
+    tests = _helpers(head) + tests
     text = OPENED.sub("", THINKING.sub("", text.replace("\r\n", "\n")))
     text = SPECIAL.sub("", text)
     wanted = _called(tests)
@@ -52,6 +53,15 @@ def program(text: str, reference: str) -> tuple[str, str]:
 def testable(reference: str) -> bool:
     """Whether the tests are Python; others would score every answer 0."""
     return _parsed(reference.rpartition(HERE)[2]) is not None
+
+
+def _helpers(head: str) -> str:
+    """What a head defines before the function that the answer continues; tests may use it.
+
+    The tests get it from the reference, so that a program cannot put its own in its place.
+    """
+    tree = _parsed(f"{head}    pass\n") if head else None
+    return "".join(f"{ast.unparse(node)}\n" for node in tree.body[:-1]) if tree else ""
 
 
 def _codes(text: str) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ Hostile programs are real. None runs before the child has answered that the kern
 """
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -333,9 +334,107 @@ def test_the_tests_are_nowhere_while_the_program_runs():
     assert not sandbox.passes("x = 'MARKER'\n" + search, "'MARKER'")  # the search finds what is there
 
 
-def test_what_cannot_be_stopped_is_an_answer_that_equals_everything():
-    """Told in the module's docstring; a score of 1 is all that it gets."""
-    assert sandbox.passes("class Yes:\n    def __eq__(self, other): return True\ndouble = lambda x: Yes()", HONEST[1])
+FORGED = {
+    "reads every descriptor": (
+        "import os\nd = b''\nfor f in range(3, 64):\n    try: d += os.pread(f, 9999, 0)\n    except OSError: pass\n"
+        "for f in range(3, 64):\n    try: os.write(f, b'ready\\n' + d[-16:])\n    except OSError: pass"
+    ),
+    "an answer that equals everything": "class Yes:\n    def __eq__(self, other): return True\ndouble = lambda x: Yes()",
+    "a number that equals everything": (
+        "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndouble = lambda x: Yes(0)"
+    ),
+    "constants of the caller": (
+        "import sys\ndef double(x):\n    f = sys._getframe()\n    while f:\n        c = f.f_code.co_consts\n"
+        "        if x in c and len(c) > c.index(x) + 1: return c[c.index(x) + 1]\n        f = f.f_back\n    return 1"
+    ),
+    "names of the caller": (
+        "import sys\ndef double(x):\n    f = sys._getframe()\n    while f:\n        for v in list(f.f_locals.values()):\n"
+        "            if isinstance(v, bytes) and b'ass' + b'ert' in v: return 2 * x\n        f = f.f_back\n    return 1"
+    ),
+    "reads the tests when they are compiled": (
+        "import sys, re\nknown = {}\ndef hook(event, a):\n    if event == 'compile' and a[0]:\n        text = str(a[0])\n"
+        "        known.update(re.findall(r'double\\((\\d+)\\) == (\\d+)', text))\nsys.addaudithook(hook)\n"
+        "def double(x): return int(known.get(str(x), 1))"
+    ),
+    "changes the number that is compared": (
+        "import ctypes\ndef double(x):\n    ctypes.c_uint32.from_address(id(4) + 24).value = 0\n    return 0"
+    ),
+    "answers before it is asked": (
+        "import os, json\nm = json.dumps(['value', {'double': 4}, []]).encode()\nm = len(m).to_bytes(8, 'big') + m\n"
+        "for f in range(3, 64):\n    try: os.write(f, m)\n    except OSError: pass\ndef double(x): return 1"
+    ),
+    "kills from a destructor": "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A()\ndef double(x): raise ValueError",
+    "a builtin of its own": "def isinstance(*_): return True\ndef double(x): return 'no'",
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_nothing_of_the_judge_can_be_reached(kind):
+    assert not sandbox.passes(FORGED[kind], f"{HONEST[1]}\nassert isinstance(double(1), int)", seconds=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0", "import math\nassert math.isclose(f(2), 4)"),
+        ("def set(x=()): return 0\ndef f(a): return ()", "assert set(f(1)) == set((4, 5))"),
+        ("sorted = lambda *a, **k: 0\ndef f(l): return 1", "def check(g):\n    assert sorted(g([3])) == sorted([3])\ncheck(f)"),
+        ("import builtins\nbuiltins.len = lambda x: 3\ndef f(): return []", "assert len(f()) == 3"),
+        ("def check(c): pass\ndef f(x): return 0", "def check(c):\n    assert c(2) == 4\n\ncheck(f)"),
+        ("class Yes(list):\n    def __eq__(s, o): return True\nf = lambda: Yes()", "assert f() == [1]"),
+        ("class Yes(dict):\n    def __eq__(s, o): return True\nf = lambda: Yes()", "assert {1: 2} == f()"),
+        ("class Yes(str):\n    def __eq__(s, o): return True\nf = lambda: Yes()", "assert f() == 'a'"),
+        ("class Yes(float):\n    def __eq__(s, o): return True\nf = lambda: Yes()", "assert f() == 1.5"),
+        ("f = float('nan')", "assert f == f"),
+    ],
+)
+def test_the_judge_has_builtins_modules_and_values_of_its_own(program, tests):
+    assert not sandbox.passes(program, tests, seconds=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(l): l.append(3)", "a = [1]\nf(a)\nassert a == [1, 3]"),
+        ("def f(d, **k): d.update(k)\ndef g(s): s.add(2)", "d, s = {}, set()\nf(d, a=1)\ng(s)\nassert d == {'a': 1} and s == {2}"),
+        ("def f(g, x): return g(x) + 1", "assert f(lambda x: 10 * x, 2) == 21"),
+        ("def f():\n    yield from (1, 2)", "assert list(f()) == [1, 2] and next(f()) == 1"),
+        ("def f(x):\n    if x < 0: raise ValueError('negative')\n    return x",
+         "try: f(-1)\nexcept ValueError as e: assert str(e) == 'negative'\nelse: assert False"),
+        ("class Bad(Exception): pass\ndef f(): raise Bad('no')", "try: f()\nexcept Bad: pass\nelse: assert False"),
+        ("class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\ndef f(ps): return max(p.b for p in ps)",
+         "assert f([Pair(1, 5), Pair(2, 3)]) == 5\nassert Pair(1, 2).a == 1"),
+        ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
+         "    def __eq__(self, o): return self.x == o.x\n    def __len__(self): return self.x",
+         "assert V(1) + V(2) == V(3) and len(V(4)) == 4 and isinstance(V(1), V)"),
+        ("from collections import *\ndef f(): return Counter('aab')\ndef g(): return deque([1])\ndef h(): return OrderedDict(a=1)",
+         "from collections import deque\nassert f() == {'a': 2, 'b': 1} and g() == deque([1]) and h() == {'a': 1}"),
+        ("from decimal import Decimal\nfrom fractions import Fraction\nimport datetime\n"
+         "f = lambda: (Decimal('1.5'), Fraction(1, 3), 1j, b'x', None, True, frozenset([1]), range(3), datetime.date(2020, 1, 2))",
+         "import datetime\nx = f()\nassert x[0] == 1.5 and x[1] * 3 == 1 and x[2] ** 2 == -1 and x[3] == b'x'\n"
+         "assert x[4] is None and x[5] is True and x[6] == {1} and list(x[7]) == [0, 1, 2] and x[8] == datetime.date(2020, 1, 2)"),
+        ("import re\ndef f(t): return re.match('a+', t)", "assert f('aab') and not f('b') and f('aab').group() == 'aa'"),
+        ("from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\nf = lambda: P(1)", "assert f() == (1,)"),
+        ("f = lambda n: n * 10 ** 5000", "assert f(2) == 2 * 10 ** 5000"),
+        ("f = lambda: float('inf')", "assert f() == float('inf') and f() > 1"),
+        ("import math", "assert math.floor(2.5) == 2"),
+        ("x = [1, {'a': (2, None)}]", "assert x == [1, {'a': (2, None)}]"),
+    ],
+)  # fmt: skip
+def test_what_honest_programs_and_tests_do_works_between_two_processes(program, tests):
+    assert sandbox.passes(program, tests)
+
+
+def test_what_a_judge_cannot_exclude_is_named():
+    """Told in the module's docstring: objects of the program that are compared with each other."""
+    equal = "class Yes:\n    def __eq__(self, other): return True\nf = lambda x: Yes()"
+    assert sandbox.passes(equal, "assert f(1) == f(2)")
+
+
+def test_two_processes_that_wait_for_each_other_are_ended():
+    began = time.monotonic()
+    assert not sandbox.passes("import os\nfor d in range(3, 9):\n    try: os.read(d, 1)\n    except OSError: pass", "double(1)")
+    assert time.monotonic() - began < 30  # the clock alone would take 100 s
 
 
 # Machines where it does not work
@@ -368,6 +467,7 @@ def test_without_landlock_programs_run_and_one_note_says_so(tmp_path, monkeypatc
     source = sandbox.CHILD.read_text()
     assert "call(444," in source
     (tmp_path / "child.py").write_text(source.replace("call(444,", "call(-1,"))
+    shutil.copy(sandbox.CHILD.with_name("talk.py"), tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "CHILD", tmp_path / "child.py")
         assert sandbox.passes(*HONEST) and sandbox.passes(*HONEST)

@@ -1,7 +1,7 @@
-"""Running model-written programs: does a program pass its tests, at the price of one interpreter
-start?
+"""Running model-written programs: does a program pass its tests, at the price of two
+interpreter starts?
 
-A program gets one process with one thread, and keeps from the kernel only what computing needs:
+A program gets one process with one thread. It keeps from the kernel only what computing needs:
 
 seccomp   a list of allowed system calls (`data.sandbox.child`). None of them starts a process or a thread, sends a
           signal, opens a socket, writes, makes or deletes a file, waits, traces, mounts, or changes a limit. So there
@@ -15,12 +15,18 @@ the rest  no new privileges, a session of its own, an empty environment, no stan
           wait, CPU time ends every program, however busy the machine; a wall clock ten times as
           long is there for what nobody thought of.
 
-A pass is proved by a random token. The child reads the program, runs it, puts the builtins back,
-reads the tests, runs them, and only then reads the token and returns it. So neither leaving early
-nor printing counts, and while its module runs a program has the tests nowhere in memory. Both share
-one interpreter, and some cheating cannot be stopped: a returned object may equal everything, a
-called function may look through its callers' frames for the answer, and a program written against
-this very file may read the descriptors itself. None of that reaches beyond a wrong 1.
+A second process of the same kind is the judge: it holds the tests and a random token, which it
+returns if they pass. It asks the program's process to call its functions, over two pipes
+(`data.sandbox.talk`). Plain values go over as copies of the exact builtin types, so an answer cannot
+bring methods with it. The program has no tests, no token, no expected value and no frame of the
+judge to look at; the judge has builtins and modules of its own. So no program passes by leaving
+early, printing, patching or searching.
+
+What a judge cannot exclude: a program that has the right answers to these very tests by heart; and
+if a test compares two objects of the program with each other, asks whether one is an instance of a
+class of the program, or looks at its truth, the program's own methods answer.
+
+If both processes wait for each other, nothing can end their waiting, so both are ended.
 
 Honest programs that need a thread, a sleep, a file or a site package fail. Hashes are seeded: sets
 keep their order.
@@ -40,6 +46,7 @@ from pathlib import Path
 CHILD = Path(__file__).with_name("child.py")
 READY, VISIBLE = b"ready", b"ready, files are visible"
 SECONDS = 10  # of CPU time; of the reference solutions of MBPP and HumanEval the slowest takes 2 to 5, the next 0.05
+STUCK = 2.0  # seconds in which both processes wait and neither computes
 MOST = 4096  # bytes of an answer: a line, the token, or the end of a traceback from a child that could not begin
 
 
@@ -76,42 +83,90 @@ def check() -> None:
 
 
 def _run(program: str, tests: str, seconds: int) -> tuple[bytes, bool]:
-    """(how the child began, whether it passed)."""
+    """(how the program's process began, whether the judge says that it passed)."""
     token = secrets.token_bytes(16)
-    parts = [text.encode("utf-8", "surrogatepass") for text in (program, tests)] + [token]
+    program_text, tests_text = (text.encode("utf-8", "surrogatepass") for text in (program, tests))
+    questions, answers = os.pipe(), os.pipe()
+    ends = [*questions, *answers]
+    try:
+        with _start("program", questions[0], answers[1], seconds, [program_text]) as defendant:
+            try:
+                with _start(
+                    "judge", answers[0], questions[1], seconds, [tests_text, token]
+                ) as judge:
+                    try:
+                        while ends:
+                            os.close(ends.pop())
+                        return _verdict(defendant, judge, token, 10 * seconds)
+                    finally:
+                        judge.kill()
+            finally:
+                defendant.kill()
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _start(role: str, source: int, sink: int, seconds: int, texts: list[bytes]) -> subprocess.Popen:
+    """A child that reads `texts` from a file in memory and talks over two pipes."""
+    sizes = map(len, texts)
     # -s -S: no site packages. -P: the script's folder is not on the path.
-    command = [sys.executable, "-s", "-S", "-P", CHILD, os.getpid(), seconds, *map(len, parts)]
+    command = [sys.executable, "-s", "-S", "-P", CHILD, role, os.getpid(), seconds, source, sink]
     # A file in memory and not a pipe: a child that reads nothing cannot block the writer.
-    with os.fdopen(os.memfd_create("program"), "wb") as source:
-        source.write(b"".join(parts))
-        source.seek(0)
-        child = subprocess.Popen(
-            list(map(str, command)),
-            stdin=source,
+    with os.fdopen(os.memfd_create("texts"), "wb") as given:
+        given.write(b"".join(texts))
+        given.seek(0)
+        return subprocess.Popen(
+            list(map(str, [*command, *sizes])),
+            stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd="/",
             env={"PYTHONHASHSEED": "0"},
+            pass_fds=(source, sink),
             start_new_session=True,
         )
-    with child:
-        try:
-            said = _read(child.stdout.fileno(), 10 * seconds)
-        finally:
-            child.kill()
-    began, _, proof = said.partition(b"\n")
-    if began not in (READY, VISIBLE):
-        return said, False
-    return began, proof == token
 
 
-def _read(pipe: int, seconds: float) -> bytes:
-    """What comes through the pipe until its end, the time limit, or more than anybody should say."""
-    deadline, said, waiting = time.monotonic() + seconds, b"", select.poll()
+def _verdict(
+    defendant: subprocess.Popen, judge: subprocess.Popen, token: bytes, seconds: float
+) -> tuple[bytes, bool]:
+    deadline = time.monotonic() + seconds
+    pair = (defendant.pid, judge.pid)
+    began = _read(defendant.stdout.fileno(), deadline, pair)
+    if began.partition(b"\n")[0] not in (READY, VISIBLE):
+        return began, False
+    said = _read(judge.stdout.fileno(), deadline, pair)
+    first, _, proof = said.partition(b"\n")
+    return began.partition(b"\n")[0], first in (READY, VISIBLE) and proof == token
+
+
+def _read(pipe: int, deadline: float, pair: tuple[int, int]) -> bytes:
+    """What comes through the pipe until its end, the deadline, more than anybody should say, or
+    until both processes have waited for STUCK seconds without computing.
+    """
+    said, waiting = b"", select.poll()
     waiting.register(pipe, select.POLLIN)
-    while len(said) < MOST and waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        piece = os.read(pipe, MOST)
-        if not piece:
+    before, since = None, time.monotonic()
+    while len(said) < MOST and (now := time.monotonic()) < deadline:
+        if waiting.poll(min(STUCK / 4, deadline - now) * 1000):
+            piece = os.read(pipe, MOST)
+            if not piece:
+                break
+            said += piece
+            continue
+        state = [_waiting(process) for process in pair]
+        if None in state or state != before:
+            before, since = state, now
+        elif now - since > STUCK:
             break
-        said += piece
     return said
+
+
+def _waiting(process: int) -> tuple[str, ...] | None:
+    """CPU ticks of a process that waits; None if it computes."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ()
+    return tuple(fields[11:13]) if fields[0] in "SZX" else None

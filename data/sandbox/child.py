@@ -1,9 +1,9 @@
-"""The inside of `data.sandbox`, started as a script: gives up every right, then runs a program and
-its tests.
+"""The inside of `data.sandbox`, started as a script: gives up every right, then runs a program or
+its judge.
 
-Nothing of `diversed` is imported: the child is one bare interpreter. What goes wrong before the
-answer's first line is told in place of that line; afterwards nothing is told but the token of a
-pass.
+Nothing of `diversed` is imported but `talk`: each child is one bare interpreter. What goes wrong
+before the answer's first line is told in place of that line. Afterwards the program tells nothing,
+and the judge nothing but the token of a pass.
 """
 
 import builtins
@@ -163,21 +163,39 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    parent, seconds, *sizes = map(int, sys.argv[1:])
+    role, parent, seconds, source, sink, *sizes = sys.argv[1:]
     del sys.argv[1:]
-    source, answer = os.dup(0), os.dup(1)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from talk import Peer
+
+    del sys.path[0]
+    peer = Peer(int(source), int(sink))
+    given, answer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     os.close(nothing)
     os.environ.clear()
     try:
-        hidden = confine(parent, seconds)
+        hidden = confine(int(parent), int(seconds))
     except Exception as error:
         os.write(answer, f"{type(error).__name__}: {error}".encode())
         return
     os.write(answer, b"ready\n" if hidden else b"ready, files are visible\n")
-    judge(source, answer, *sizes)
+    texts = [read(given, int(size)) for size in sizes]
+    os.close(given)
+    if role == "program":
+        os.close(answer)
+        run_program(peer, *texts)
+    else:
+        judge(peer, answer, *texts)
+
+
+def read(source: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(source, size - len(data))
+    return data
 
 
 def confine(parent: int, seconds: int) -> bool:
@@ -262,46 +280,38 @@ def seccomp_filter(machine: str) -> list[tuple[int, int, int, int]]:
     return [*lines, answer(REFUSE | NO_SUCH_CALL)]
 
 
-def judge(source: int, answer: int, program_bytes: int, tests_bytes: int, token_bytes: int) -> None:
-    """Run the program, then the tests, then return the token. What the program may have replaced is
-    held in locals.
-    """
-    read, write, end, run, build, text = os.read, os.write, os._exit, exec, compile, str
-    trace, profile, builtin_names, pristine = (
-        sys.settrace,
-        sys.setprofile,
-        vars(builtins),
-        dict(vars(builtins)),
-    )
-    module = type(sys)(
-        "program"
-    )  # not __main__: what stands under `if __name__ == "__main__"` is not asked for
-    sys.modules["program"] = module
-    names = vars(module)
+def run_program(peer, program: bytes) -> None:
+    """Run the program, then answer what the judge asks of it."""
+    # Not __main__: what stands under `if __name__ == "__main__"` is not asked for.
+    peer.module = sys.modules["program"] = type(sys)("program")
     try:
-        run(
-            build(text(read(source, program_bytes), "utf-8"), "program", "exec", dont_inherit=True),
-            names,
+        exec(
+            compile(str(program, "utf-8"), "program", "exec", dont_inherit=True), vars(peer.module)
         )
-        trace(None)
-        profile(None)
-        builtin_names.clear()
-        builtin_names.update(pristine)
-        names["__builtins__"] = builtin_names
-        run(
-            build(
-                text(read(source, tests_bytes), "utf-8"),
-                "tests",
-                "exec",
-                dont_inherit=True,
-                optimize=0,
-            ),
-            names,
-        )
+        peer.serve()
+    finally:
+        os._exit(1)
+
+
+def judge(peer, answer: int, tests: bytes, token: bytes) -> None:
+    """Run the tests on what the program defines; return the token if they pass.
+
+    A name of the program does not replace a builtin, and a module of the program is imported here.
+    """
+    try:
+        code = compile(str(tests, "utf-8"), "tests", "exec", dont_inherit=True)
+        wanted = sorted(name for name in used(code) if not hasattr(builtins, name))
+        exec(code, {"__name__": "tests"} | peer.ask("names", wanted))
     except BaseException:
-        end(1)
-    write(answer, read(source, token_bytes))
-    end(0)
+        os._exit(1)
+    os.write(answer, token)
+    os._exit(0)
+
+
+def used(code) -> set[str]:
+    """Names that a piece of code and the functions in it look up."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, type(code)))
+    return set(code.co_names).union(*map(used, inner))
 
 
 if __name__ == "__main__":
