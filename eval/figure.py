@@ -1,309 +1,519 @@
-"""One picture of the bargain: quality against tokens per target call, with intervals.
+"""Figures of the bargain, drawn by matplotlib: frontier.png, and the SVG of the report page.
 
-Colour tells the relaxation (exact, static blend, learned head, gate given as code), the marker
-tells the method. Points carry their labels, so nothing has to be looked up in a legend; colours are
-Okabe and Ito's, safe for colour-blind eyes.
+Colour tells the kind of relaxation, the marker tells the method or, on the page, what else differs
+between points. Points carry their labels, so nothing has to be looked up in a legend; colours are
+Okabe and Ito's, safe for colour-blind eyes. On the page they become the colours of its style sheet,
+which has others for a dark screen.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.transforms import IdentityTransform
+
 from ..files import write_whole
 from ..verifier.relax import parse
+from .results import static_place
 
-KINDS = {  # colour, line style, words at the end of the line
+Row = dict[str, Any]
+Box = tuple[float, float, float, float]  # left, bottom, right, top; in pixels
+KINDS = {  # colour, line style, name
     "exact": ("#000000", "none", "exact decoding"),
-    "static": ("#0072B2", "-", "static blend,\ndraft's share w"),
-    "learned": ("#D55E00", "-", "learned head"),
-    "code": ("#009E73", "--", "gate"),
-    "other": ("#CC79A7", "--", "other rules"),
+    "static": ("#0072b2", "-", "static blend"),
+    "learned": ("#d55e00", "-", "learned head"),
+    "code": ("#009e73", "--", "gate"),
+    "other": ("#cc79a7", "--", "other rules"),
 }
+INK, SOFT, RULE, FAINT = "#222222", "#555555", "#666666", "#e6e6e6"
+PAGE_COLOURS = {colour: f"var(--{kind})" for kind, (colour, *_) in KINDS.items()}
+PAGE_COLOURS |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)"}
+PAGE_COLOURS |= {FAINT: "var(--faint)", "#ffffff": "var(--paper)"}
 MARKERS = "osD^vP*X"
+SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
+# Where a label may lie, seen from its point: (right, up) in points, the nearest first.
+SIDES = ((1, 0.6), (1, 0), (-1, -0.6), (-1, 0), (1, -0.6), (-1, 0.6), (0, 1), (0, -1))
+AROUND = [
+    (right * away, up * away)
+    for away in (9, 13, 18, 25, 34, 46, 60, 80, 105)
+    for right, up in SIDES
+]
+BESIDE = [(10, sign * up) for up in range(0, 240, 3) for sign in (1, -1)]
+FAR = 14  # points between a point and its label from which on a line joins them
 
 
-def frontier(rows: list[dict[str, Any]], out: str | Path, title: str | None = None) -> Path:
-    """Draw the rows of `eval.summary.summarise` into `out` (.png, .svg or .pdf by its ending)."""
-    if not rows:
-        raise ValueError("there is no result to draw; run `diversed eval` first")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class Series:
+    """A line of a figure: a value at each tick, None if there is none; its kind, marker and name."""
 
-    out = Path(out)
-    figure = Figure(figsize=(8.6, 5.4), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.09, 0.20, 0.88, 0.655))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    labels = _draw(axes, rows, methods)
-    _dress(figure, axes, rows, methods, title)
-    _place(figure, axes, labels, rows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    figure.savefig(
-        drawn, format=out.suffix[1:], metadata={"Date": None} if out.suffix == ".svg" else None
-    )
-    return write_whole(out, drawn.getvalue())
+    values: list[float | None]
+    kind: str
+    marker: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Label:
+    """Words beside the point x, y of a figure; a kind's name is bold."""
+
+    x: float
+    y: float
+    words: str
+    kind: str
+    bold: bool = False
 
 
 def describe(relaxation: str) -> tuple[str, str]:
     """(kind, words of its label) of a relaxation string."""
-    rule = parse(relaxation, recorded=True)
-    return rule.kind, rule.label
+    rule = parse(relaxation)
+    minus = "\N{MINUS SIGN}"
+    words = [f"{name} {value.replace('-', minus)}" for name, value in rule.options.items()]
+    if rule.kind == "static":
+        words = [f"{rule.parameters[0]:g}", *words]
+    elif rule.kind == "code":
+        words = [rule.source.partition(":")[2].replace("_", " ").lower(), *words]
+    elif rule.kind == "other":
+        words = [rule.base.replace(":", " "), *words]
+    return rule.kind, ", ".join(words)
 
 
-def _draw(
-    axes, rows: list[dict[str, Any]], methods: list[str]
-) -> list[tuple[float, float, str, str, bool]]:
-    """Points, intervals and lines; returns the labels (x, y, words, colour, names its kind) that
-    still need a place.
+def short_name(row: Row, rows: Sequence[Row]) -> str:
+    """The name of a point among others: its share, its bias, the bundle's name if there are several."""
+    kind, words = describe(row["relaxation"])
+    if kind != "learned":
+        return words or kind
+    bundles = {parse(other["relaxation"]).folder for other in rows} - {None}
+    family = parse(row["relaxation"]).folder.name.removeprefix("bundle-")
+    return ", ".join(filter(None, (family * (len(bundles) > 1), words))) or "bias 0"
 
-    Only the first method that has a kind of points gets their labels: the other methods' lie in the
-    same order.
+
+def frontier(rows: list[Row], out: str | Path, title: str | None = None) -> Path:
+    """Draw the rows of `eval.summary.summarise` into `out` (.png, .svg or .pdf by its ending)."""
+    if not rows:
+        raise ValueError("there is no result to draw; run `diversed eval` first")
+    out = Path(out)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    drawn = io.BytesIO()
+    with _style("frontier"):
+        figure, axes = _canvas((8.6, 5.4), (0.09, 0.20, 0.88, 0.655), 10, 150)
+        groups = [[row for row in rows if row["method"] == method] for method in methods]
+        known, _ = _draw_points(axes, groups, "tokens_per_call", 10)
+        labels = _labels(known, "tokens_per_call", kinds_named=True)
+        _write_around(figure, axes, labels, _obstacles(axes, known, "tokens_per_call"), 9.5)
+        _describe_axes(axes, rows)
+        _describe_figure(figure, rows, title)
+        if len(methods) > 1:
+            # Beside the name of the axis, where no point can be; a corner inside may hold the end
+            # of an interval.
+            _marker_legend(figure, methods, "center right", (0.98, 0.128))
+        dated = {"Date": None} if out.suffix == ".svg" else None
+        figure.savefig(drawn, format=out.suffix[1:], dpi=figure.dpi, metadata=dated)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(out, drawn.getvalue())
+
+
+def frontier_svg(groups: dict[str, list[Row]], speed: str, name: str) -> str:
+    """Quality against a speed for the page: words -> rows that share a marker; name: unique on it."""
+    rows = [row for group in groups.values() for row in group]
+    with _style(f"{name} {speed}"):
+        figure, axes = _canvas((5.4, 4.1), (0.1, 0.13, 0.87, 0.77), 9)
+        known, tips = _draw_points(axes, list(groups.values()), speed, 8.5)
+        labels = _labels(known, speed, kinds_named=False)
+        _write_around(figure, axes, labels, _obstacles(axes, known, speed), 8.5)
+        axes.set_xlabel(SPEED_NAMES[speed], loc="right", color=INK)
+        axes.set_title(readable(rows[0]["metric"] or "score"), loc="left", fontsize=9.5, color=INK)
+        if len(groups) > 1:
+            _marker_legend(figure, list(groups), "lower left", (0.0, -0.02))
+        return _svg(figure, tips, f"quality against {SPEED_NAMES[speed]}")
+
+
+def lines_svg(
+    series: list[Series],
+    ticks: list[str],
+    x_name: str,
+    y_name: str,
+    name: str,
+    zero: bool = False,
+) -> str:
+    """Lines over evenly spaced ticks for the page, each named at its end.
+
+    name: with that of x unique on the page; zero: y begins at 0.
     """
-    labels, named, namers = [], set(), {}
-    bundles = {
-        _family(row, "learned") for row in rows if describe(row["relaxation"])[0] == "learned"
-    }
-    first = {
-        describe(row["relaxation"])[0]: row["method"]
-        for method in reversed(methods)
-        for row in rows
-        if row["method"] == method
-    }
-    for row in sorted(rows, key=lambda row: row["tokens_per_call"]):
-        kind = describe(row["relaxation"])[0]
-        if row["method"] == first[kind] and (
-            kind != "static" or kind not in namers or row["score"] >= namers[kind]["score"]
-        ):
-            namers[kind] = (
-                row  # the fastest point of a kind names it; of the static line the best, where it is steep
-            )
-    for number, method in enumerate(methods):
-        mine = [(row, *describe(row["relaxation"])) for row in rows if row["method"] == method]
-        exact = [row for row, kind, _ in mine if kind == "exact"][:1]
-        fresh = {kind for _, kind, _ in mine} - named
-        for kind, (colour, style, words) in KINDS.items():
-            points = [(row, label) for row, found, label in mine if found == kind]
-            points.sort(key=lambda point: point[0]["tokens_per_call"])
-            for family in dict.fromkeys(_family(row, kind) for row, _ in points):
-                chosen = [(row, label) for row, label in points if _family(row, kind) == family]
-                line = (exact if kind == "static" else []) + [row for row, _ in chosen]
-                _draw_line(axes, line, colour, style)
-                for row, label in chosen:
-                    _draw_point(
-                        axes, row, colour, MARKERS[number % len(MARKERS)], small=kind == "static"
-                    )
-                    if kind in fresh:
-                        if kind == "learned" and len(bundles) > 1:
-                            label = ", ".join(
-                                filter(None, (Path(family).name.removeprefix("bundle-"), label))
-                            )
-                        text = _words(kind, label, words, row is namers[kind])
-                        labels.append(
-                            (
-                                row["tokens_per_call"],
-                                row["score"],
-                                text,
-                                colour,
-                                row is namers[kind],
-                            )
-                        )
-        named |= fresh
-    names = {words for _, _, words, _, name in labels if name}
-    labels = [label for label in labels if label[4] or label[2] not in names]
-    return sorted(labels, key=lambda label: not label[4])  # the names find their places first
+    names = [line.name if len(line.name) < 23 else f"{line.name[:21]}…" for line in series]
+    with _style(f"{name} {x_name}"):
+        room = 0.05 + 0.0135 * max(map(len, names))
+        figure, axes = _canvas((5.4, 4.1), (0.1, 0.13, 0.9 - room, 0.77), 9)
+        labels, tips = [], []
+        for line, name in zip(series, names, strict=True):
+            values = [math.nan if value is None else value for value in line.values]
+            colour = KINDS[line.kind][0]
+            marker = MARKERS[line.marker % len(MARKERS)]
+            (drawn,) = axes.plot(ticks, values, marker=marker, markersize=5, color=colour, lw=1.2)
+            drawn.set_gid(f"tip-{len(tips)}")
+            known = [(tick, value) for tick, value in zip(ticks, line.values, strict=True)]
+            numbers = [f"{tick}: {value:.4g}" for tick, value in known if value is not None]
+            tips.append(f"{line.name}: {', '.join(numbers)}")
+            last = [value for value in line.values if value is not None][-1]
+            labels.append(Label(len(ticks) - 1, last, readable(name), line.kind))
+        if zero:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_name, loc="right", color=INK)
+        axes.set_title(y_name, loc="left", fontsize=9.5, color=INK)
+        labels.sort(key=lambda label: label.y)
+        _write_labels(figure, axes, labels, [], BESIDE, 8.5, figure.bbox.extents)
+        return _svg(figure, tips, f"{y_name} against {x_name}")
 
 
-def _draw_line(axes, line: list[dict[str, Any]], colour: str, style: str) -> None:
-    x, y = ([row[name] for row in line] for name in ("tokens_per_call", "score"))
-    axes.plot(x, y, color=colour, linestyle=style, linewidth=1.6, alpha=0.5, zorder=2)
+def place(
+    spots: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    taken: Sequence[Box],
+    frame: Box,
+    offsets: Sequence[tuple[float, float]],
+) -> list[Box]:
+    """The boxes of labels, each where it covers least, the nearest first.
 
-
-def _draw_point(axes, row: dict[str, Any], colour: str, marker: str, small: bool) -> None:
-    y = row["score"]
-    axes.errorbar(
-        row["tokens_per_call"],
-        y,
-        [[max(0, y - row["score_low"])], [max(0, row["score_high"] - y)]],
-        color=colour,
-        marker=marker,
-        markersize=6.5 if small else 8,
-        markeredgecolor="white",
-        markeredgewidth=0.8,
-        elinewidth=1.3,
-        capsize=2.5,
-        zorder=3 if small else 4,
-    )
-
-
-def _words(kind: str, label: str, words: str, first: bool) -> str:
-    """The label of one point; the first of a kind says what the kind is."""
-    if kind == "exact":
-        return f"{words}, {label}" if label else words
-    if kind == "code":
-        return label if "gate" in label else f"{label} gate"
-    if kind == "static":
-        return f"static blend, w = {label}" if first else label
-    return ", ".join(filter(None, (words if first else "", label or ("" if first else "bias 0"))))
-
-
-def _family(row: dict[str, Any], kind: str) -> str:
-    """Points of one family are joined: the static weights of one way of blending, one bundle at
-    several biases.
+    spots: what each label belongs to; sizes: (width, height) of each; taken: boxes that must not be
+        covered, to which every label's is added; frame: the box to stay in.
+    offsets: (right, up) from the spot to the nearest edge of the label, which is centred at 0.
     """
-    rule = parse(row["relaxation"], recorded=True)
-    return rule.blend if kind == "static" else rule.base
-
-
-def _dress(figure, axes, rows: list[dict[str, Any]], methods: list[str], title: str | None) -> None:
-    """Title, axes, and the small print that says what is shown."""
-    metric, task = rows[0].get("metric") or "score", rows[0].get("task")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#666666")
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors="#333333", labelsize=10)
-    axes.margins(x=0.09, y=0.14)
-    low, high = axes.get_ylim()
-    if all(row["score_low"] >= 0 for row in rows):
-        axes.set_ylim(bottom=max(low, -0.05 * high))
-    dark = {"fontsize": 11, "color": "#222222"}
-    axes.set_xlabel(
-        "tokens per target call  (accepted + 1, mean)  \N{RIGHTWARDS ARROW} faster",
-        loc="left",
-        **dark,
-    )
-    axes.set_ylabel(f"{metric}  \N{RIGHTWARDS ARROW} better", **dark)
-    title = title or "What speed costs: quality against tokens per target call"
-    figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
-    counts = sorted({row["prompts"] for row in rows})
-    seeds = sorted({row["seeds"] for row in rows})
-    sample = (
-        " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
-        + " held-out prompts a point"
-    )
-    sample += (
-        f", {' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seeds"
-        if seeds[-1] > 1
-        else ""
-    )
-    subtitle = ", ".join(filter(None, (f"task {task}" if task else "", sample)))
-    subtitle += "; bars are 95 % bootstrap intervals over prompts"
-    figure.text(0.09, 0.888, subtitle, fontsize=10.5, color="#444444")
-    small = (
-        "w and the gates' weights are the draft's share of the blend (1 \N{MINUS SIGN} w) target +"
-        " w draft; bias is added to the learned gate's logit.\nTokens per target call count the"
-        " extra token of each call and end with the text."
-    )
-    if any(parse(row["relaxation"], recorded=True).blend == "logits" for row in rows):
-        small += " Blend logits: target^(1 − w) draft^w instead."
-    if len(methods) > 1:
-        small += "\n" if "Blend" in small else " "  # which fills the line
-        small += f"Labels stand at the points of {methods[0]}."
-    figure.text(0.09, 0.028, small, fontsize=8.5, color="#666666", linespacing=1.4)
-    if len(methods) > 1:
-        for number, method in enumerate(methods):
-            axes.plot(
-                [], [], MARKERS[number % len(MARKERS)], color="#555555", markersize=7, label=method
-            )
-        # Beside the name of the axis, where no point can be; a corner inside may hold the end of an
-        # interval.
-        figure.legend(
-            loc="center right",
-            bbox_to_anchor=(0.98, 0.128),
-            ncol=len(methods),
-            frameon=False,
-            fontsize=9,
-            columnspacing=0.6,
-            handletextpad=0,
-        )
-
-
-def _place(
-    figure, axes, labels: list[tuple[float, float, str, str, bool]], rows: list[dict[str, Any]]
-) -> None:
-    """Put every label at the nearest place where it covers no point, no interval, no line and no
-    other label.
-    """
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
-    frame = axes.get_window_extent(renderer)
-    taken = _obstacles(axes, rows, renderer)
-    for x, y, words, colour, name in labels:
-        text = axes.annotate(
-            words,
-            (x, y),
-            xytext=(0, 0),
-            textcoords="offset points",
-            color=colour,
-            fontsize=10 if name else 9,
-            weight="bold" if name else "normal",
-            zorder=6,
-        )
-        best = None
-        for distance in (9, 13, 18, 25, 34, 46):
-            for across, up in (
-                (1, 1),
-                (1, 0),
-                (-1, -1),
-                (-1, 0),
-                (1, -1),
-                (-1, 1),
-                (0, 1),
-                (0, -1),
-            ):
-                _move(text, distance, across, up)
-                box = text.get_window_extent(renderer).padded(2)
-                outside = (
-                    box.x0 < frame.x0
-                    or box.x1 > frame.x1 + 20
-                    or box.y0 < frame.y0
-                    or box.y1 > frame.y1 + 20
-                )
-                cost = sum(_overlap(box, other) for other in taken) + distance * 2 + 1e6 * outside
-                if best is None or cost < best[0]:
-                    best = (cost, (distance, across, up), box)
-        _move(text, *best[1])
-        taken.append(best[2])
-
-
-def _move(text, distance: float, across: int, up: int) -> None:
-    """Move a label `distance` points from its point: `across` to the left or right, `up` or down
-    (-1, 0, 1).
-    """
-    text.set_position((across * distance, up * distance * (0.6 if across else 1)))
-    text.set(horizontalalignment={1: "left", 0: "center", -1: "right"}[across])
-    text.set(verticalalignment={1: "bottom", 0: "center", -1: "top"}[up])
-
-
-def _obstacles(axes, rows: list[dict[str, Any]], renderer) -> list:
-    """Boxes [pixels] of everything drawn that a label must not cover: points with intervals, lines."""
-    import numpy
-    from matplotlib.transforms import Bbox
-
     boxes = []
-    for row in rows:
-        ends = [
-            (row["tokens_per_call"], row[name]) for name in ("score_low", "score", "score_high")
-        ]
-        (x, low), (_, y), (_, high) = axes.transData.transform(ends)
-        boxes.append(Bbox.from_extents(x - 9, min(low, y - 9), x + 9, max(high, y + 9)))
-    for line in axes.get_lines():
-        corners = line.get_xydata()
-        if line.get_linestyle() == "None" or len(corners) < 2:
-            continue
-        for start, end in zip(corners, corners[1:], strict=False):
-            (x0, y0), (x1, y1) = axes.transData.transform([start, end])
-            for share in numpy.linspace(0, 1, max(2, int(abs(x1 - x0) + abs(y1 - y0)) // 6)):
-                x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
-                boxes.append(Bbox.from_extents(x - 2, y - 2, x + 2, y + 2))
+    for (x, y), (width, height) in zip(spots, sizes, strict=True):
+        best = (math.inf, (x, y, x + width, y + height))
+        others = numpy.array([*taken, *boxes], dtype=float).reshape(-1, 4)
+        for right, up in offsets:
+            left = x + right - width * (1 - numpy.sign(right)) / 2
+            bottom = y + up - height * (1 - numpy.sign(up)) / 2
+            box = (float(left), float(bottom), float(left + width), float(bottom + height))
+            outside = box[0] < frame[0] or box[1] < frame[1]
+            outside |= box[2] > frame[2] or box[3] > frame[3]
+            cost = 10 * _shared(box, others).sum() + math.hypot(right, up) + 1e6 * outside
+            if cost < best[0]:
+                best = (cost, box)
+        boxes.append(best[1])
     return boxes
 
 
-def _overlap(one, other) -> float:
-    """Area in square pixels that two boxes share."""
-    width = min(one.x1, other.x1) - max(one.x0, other.x0)
-    height = min(one.y1, other.y1) - max(one.y0, other.y0)
-    return max(0, width) * max(0, height)
+def _shared(box: Box, others: numpy.ndarray) -> numpy.ndarray:
+    """[n] the area that a box shares with each of the others [n, 4]."""
+    wide = numpy.minimum(box[2], others[:, 2]) - numpy.maximum(box[0], others[:, 0])
+    high = numpy.minimum(box[3], others[:, 3]) - numpy.maximum(box[1], others[:, 1])
+    return wide.clip(0) * high.clip(0)
+
+
+@contextmanager
+def _style(name: str) -> Iterator[None]:
+    """Text that is text, no formulas in it, the same bytes twice; ids that begin with `name` alone."""
+    options = {"svg.fonttype": "none", "svg.hashsalt": readable(name), "text.parse_math": False}
+    with rc_context(options), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the reader's fonts may have it
+        yield
+
+
+def _canvas(
+    size: tuple[float, float], frame: tuple[float, float, float, float], font: float, dpi: int = 72
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=size, dpi=dpi, facecolor="#ffffff")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes(frame)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(RULE)
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=SOFT, labelsize=font)
+    return figure, axes
+
+
+def _draw_points(
+    axes: Any, groups: list[list[Row]], speed: str, font: float
+) -> tuple[list[list[Row]], list[str]]:
+    """Points with intervals and lines of every group, which has a marker of its own. What was
+    drawn of each group by speed, and what each point says when it is pointed at.
+    """
+    tips, known = [], []
+    axes.margins(x=0.09, y=0.14)
+    for number, group in enumerate(groups):
+        rows = [row for row in group if not (math.isnan(row[speed]) or math.isnan(row["score"]))]
+        rows.sort(key=lambda row: row[speed])
+        known.append(rows)
+        for kind, line in _lines(rows, speed):
+            colour, style, _ = KINDS[kind]
+            values = [[row[name] for row in line] for name in (speed, "score")]
+            axes.plot(*values, color=colour, linestyle=style, linewidth=1.6, alpha=0.5, zorder=2)
+        for row in rows:
+            marker = MARKERS[number % len(MARKERS)]
+            _draw_point(axes, row, speed, marker, font).set_gid(f"tip-{len(tips)}")
+            tips.append(_tip(row, speed))
+    if all(row["score_low"] >= 0 for rows in known for row in rows):
+        low, high = axes.get_ylim()
+        axes.set_ylim(bottom=max(low, -0.05 * high))
+    return known, tips
+
+
+def _lines(rows: list[Row], speed: str) -> list[tuple[str, list[Row]]]:
+    """(kind, rows in order) of what is joined: exact decoding with the static blends, and one
+    bundle at several biases.
+    """
+    families: dict[str, list[tuple[float, Row]]] = {}
+    for row in rows:
+        at = static_place(row["relaxation"])
+        if at is None:
+            families.setdefault(parse(row["relaxation"]).base, []).append((row[speed], row))
+        else:
+            families.setdefault("", []).append((at, row))
+    lines = [sorted(family, key=lambda member: member[0]) for family in families.values()]
+    joined = []
+    for line in lines:
+        rows = [row for _, row in line]
+        # The best of a line may be exact decoding, the last of it never is.
+        kinds = {parse(row["relaxation"]).kind for row in rows} - {"exact"}
+        if len(rows) > 1:
+            joined.append((kinds.pop(), rows))
+    return joined
+
+
+def _draw_point(axes: Any, row: Row, speed: str, marker: str, font: float) -> Line2D:
+    kind = parse(row["relaxation"]).kind
+    drawn = axes.errorbar(
+        row[speed],
+        row["score"],
+        yerr=_interval(row, "score"),
+        xerr=_interval(row, speed),
+        color=KINDS[kind][0],
+        marker=marker,
+        markersize=0.65 * font if kind == "static" else 0.8 * font,
+        markeredgecolor="#ffffff",
+        markeredgewidth=0.8,
+        elinewidth=1.3,
+        capsize=0.25 * font,
+        zorder=3 if kind == "static" else 4,
+    )
+    return drawn.lines[0]
+
+
+def _interval(row: Row, name: str) -> list[list[float]] | None:
+    """Distances to the ends of an interval, as matplotlib takes them; None if there is none."""
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    if low is None or math.isnan(low):
+        return None
+    return [[max(0, row[name] - low)], [max(0, high - row[name])]]
+
+
+def _tip(row: Row, speed: str) -> str:
+    said = [row["relaxation"]]
+    if row.get("temperature") is not None:
+        said.append(f"temperature {row['temperature']:g}, draft length {row['draft_length']}")
+    for name, words in (("score", row.get("metric") or "score"), (speed, SPEED_NAMES[speed])):
+        ends = ""
+        if _interval(row, name):
+            ends = f" [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
+        said.append(f"{words} {row[name]:.3f}{ends}")
+    return ", ".join(said)
+
+
+def _labels(groups: list[list[Row]], speed: str, kinds_named: bool) -> list[Label]:
+    """A label for every relaxation, at the first group's point; those that name a kind first.
+
+    kinds_named: whether one point of a kind says what the kind is.
+    """
+    first: dict[str, Row] = {}
+    for group in groups:
+        for row in group:
+            first.setdefault(row["relaxation"], row)
+    rows = list(first.values())
+    labels = []
+    for kind in KINDS:
+        points = [row for row in rows if parse(row["relaxation"]).kind == kind]
+        # The fastest point of a kind names it; of the static line the best, where it is steep.
+        by = ("score", speed) if kind == "static" else (speed,)
+        namer = max(points, key=lambda row: [row[name] for name in by], default=None)
+        for row in points:
+            bold = kinds_named and row is namer
+            words = short_name(row, rows)
+            if kinds_named:
+                words = _words(kind, words, bold)
+            labels.append(Label(row[speed], row["score"], readable(words), kind, bold))
+    names = {label.words for label in labels if label.bold}
+    labels = [label for label in labels if label.bold or label.words not in names]
+    return sorted(labels, key=lambda label: not label.bold)
+
+
+def _words(kind: str, name: str, first: bool) -> str:
+    """The label of one point; the first of a kind says what the kind is."""
+    said = KINDS[kind][2]
+    if kind == "exact":
+        return said
+    if kind == "code":
+        return name if "gate" in name else f"{name} gate"
+    if not first or kind == "other":
+        return name
+    if kind == "static":
+        return f"{said}, w = {name}"
+    return said if name == "bias 0" else f"{said}, {name}"
+
+
+def _write_around(
+    figure: Figure, axes: Any, labels: list[Label], taken: list[Box], font: float
+) -> None:
+    """Labels around their points, which may stand out on the right a little."""
+    left, bottom, right, top = axes.bbox.extents
+    _write_labels(figure, axes, labels, taken, AROUND, font, (left, bottom, right + 12, top))
+
+
+def _write_labels(
+    figure: Figure,
+    axes: Any,
+    labels: list[Label],
+    taken: list[Box],
+    offsets: list[tuple[float, float]],
+    font: float,
+    frame: Box,
+) -> None:
+    """Put every label where it covers no point, no interval, no line and no other label."""
+    axes.autoscale_view()  # else matplotlib settles the limits when it draws
+    renderer, scale = figure.canvas.get_renderer(), figure.dpi / 72
+    pixels = {"transform": IdentityTransform()}
+    texts, sizes = [], []
+    for label in labels:
+        weight = "bold" if label.bold else "normal"
+        style = {"color": KINDS[label.kind][0], "fontsize": font, "fontweight": weight}
+        texts.append(figure.text(0, 0, label.words, va="bottom", zorder=6, **style, **pixels))
+        box = texts[-1].get_window_extent(renderer).padded(2 * scale)
+        sizes.append((box.width, box.height))
+    spots = [tuple(axes.transData.transform((label.x, label.y))) for label in labels]
+    scaled = [(right * scale, up * scale) for right, up in offsets]
+    boxes = place(spots, sizes, taken, frame, scaled)
+    for text, label, (x, y), (left, bottom, right, top) in zip(
+        texts, labels, spots, boxes, strict=True
+    ):
+        text.set_position((left + 2 * scale, bottom + 2 * scale))
+        end = (min(max(x, left), right), min(max(y, bottom), top))
+        if math.dist((x, y), end) > FAR * scale:  # too far to be taken for granted
+            line = ([x, end[0]], [y, end[1]])
+            colour = KINDS[label.kind][0]
+            figure.add_artist(Line2D(*line, color=colour, linewidth=0.6, alpha=0.8, **pixels))
+
+
+def _obstacles(axes: Any, groups: list[list[Row]], speed: str) -> list[Box]:
+    """Everything drawn that a label must not cover: points, intervals, lines."""
+    boxes, reach = [], 6 * axes.figure.dpi / 72
+    for row in (row for group in groups for row in group):
+        ends = {
+            name: [row.get(f"{name}{end}", row[name]) for end in ("_low", "", "_high")]
+            for name in (speed, "score")
+        }
+        corners = axes.transData.transform(list(zip(ends[speed], ends["score"], strict=True)))
+        (left, low), (x, y), (right, high) = corners.tolist()
+        boxes.append((x - reach, y - reach, x + reach, y + reach))
+        boxes.append((x - 1, low, x + 1, high))
+        boxes.append((left, y - 1, right, y + 1))
+    for line in axes.get_lines():
+        corners = axes.transData.transform(line.get_xydata())
+        if line.get_linestyle() == "None" or len(corners) < 2:
+            continue
+        for (x, y), (to_x, to_y) in zip(corners[:-1], corners[1:], strict=True):
+            count = max(2, int(math.dist((x, y), (to_x, to_y)) / reach))
+            for share in numpy.linspace(0, 1, count):
+                at_x, at_y = x + share * (to_x - x), y + share * (to_y - y)
+                boxes.append((at_x - 2, at_y - 2, at_x + 2, at_y + 2))
+    return boxes
+
+
+def _describe_axes(axes: Any, rows: list[Row]) -> None:
+    arrow = "\N{RIGHTWARDS ARROW}"
+    style = {"fontsize": 11, "color": INK}
+    speed = f"tokens per target call  (accepted + 1, mean)  {arrow} faster"
+    axes.set_xlabel(speed, loc="left", **style)
+    axes.set_ylabel(readable(f"{rows[0].get('metric') or 'score'}  {arrow} better"), **style)
+
+
+def _describe_figure(figure: Figure, rows: list[Row], title: str | None) -> None:
+    """Title, and the small print that says what is shown."""
+    title = title or "What speed costs: quality against tokens per target call"
+    figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
+    said = [f"task {rows[0]['task']}"] if rows[0].get("task") else []
+    said.append(f"{_range([row['prompts'] for row in rows])} held-out prompts a point")
+    seeds = [row["seeds"] for row in rows]
+    if max(seeds) > 1:
+        said.append(f"{_range(seeds)} seeds")
+    subtitle = f"{', '.join(said)}; bars are 95 % bootstrap intervals over prompts"
+    figure.text(0.09, 0.888, readable(subtitle), fontsize=10.5, color="#444444")
+    small = (
+        "w and the heads' weights are the draft's share of the blend (1 \N{MINUS SIGN} w) target +"
+        " w draft; bias is added to the learned head's logit.\nTokens per target call count the"
+        " bonus token of each call and end with the text."
+    )
+    logits = any(parse(row["relaxation"]).blend == "logits" for row in rows)
+    if logits:
+        small += " Blend logits: target^(1 − w) draft^w instead."
+    if len({row["method"] for row in rows}) > 1:
+        small += "\n" if logits else " "  # which fills the line
+        small += f"Labels stand at the points of {rows[0]['method']}."
+    figure.text(0.09, 0.028, small, fontsize=8.5, color=RULE, linespacing=1.4)
+
+
+def _range(counts: list[int]) -> str:
+    """The least and the largest of some counts, once if they are equal."""
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
+
+
+def _marker_legend(
+    figure: Figure, names: list[str], location: str, anchor: tuple[float, float]
+) -> None:
+    marks = [
+        Line2D([], [], linestyle="none", marker=MARKERS[number % len(MARKERS)], color=SOFT)
+        for number in range(len(names))
+    ]
+    figure.legend(
+        marks,
+        list(map(readable, names)),
+        loc=location,
+        bbox_to_anchor=anchor,
+        ncol=len(names),
+        frameon=False,
+        fontsize=8.5,
+        columnspacing=0.6,
+        handletextpad=0,
+        labelcolor=SOFT,
+    )
+
+
+def _svg(figure: Figure, tips: list[str], words: str) -> str:
+    """The figure as a part of a page: in the page's colours, with the tips as titles, no ids but
+    those that are referred to.
+    """
+    drawn = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(drawn, format="svg", metadata=nothing, transparent=True)
+    text = drawn.getvalue()
+    text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+    for useless in (r"<style type.*?</style>", r"<clipPath.*?</clipPath>", r' clip-path="[^"]*"'):
+        text = re.sub(useless, "", text, flags=re.DOTALL)
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)
+    for colour, name in PAGE_COLOURS.items():
+        text = text.replace(colour, name)
+    return re.sub(
+        r'<g id="tip-(\d+)">',
+        lambda found: f"<g><title>{escape(tips[int(found[1])])}</title>",
+        text,
+    )
+
+
+def readable(text: str) -> str:
+    """What no file or page can hold, half a surrogate pair or a control character, replaced."""
+    text = text.encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text)

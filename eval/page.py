@@ -1,179 +1,249 @@
 """The report page: one HTML file that shows what was measured, and from which files.
 
 The page needs no network and no other file; it is a function of the files in the run folders alone,
-the same bytes twice. The numbers of single tokens need the models once; they stay in
-RUN/tokens.json.
+the same bytes twice. page.html is its template, in which every value is escaped.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from importlib.resources import files as packaged
+from itertools import groupby
 from typing import Any
 
-from .comparison import Statement
-from .frontiers import batches, depths, frontiers
-from .markup import Markup, tag
-from .provenance import operating_point, provenance
-from .run_data import Run
-from .sections import all_cells, number, section, settings_words, signed, single_tokens
+from jinja2 import Environment, StrictUndefined
 
-CONTENTS = {
-    "measured": "What was measured",
-    "frontier": "Quality against speed",
-    "depth": "Acceptance by depth",
-    "tokens": "Where the draft's words went",
-    "cells": "All cells",
-    "provenance": "Provenance",
+from ..verifier.relax import parse
+from .figure import KINDS, SPEED_NAMES, Row, Series, frontier_svg, lines_svg, readable, short_name
+from .provenance import differing_settings, origins, same_again
+from .results import point_of
+from .run_data import LIKELIHOOD, Run, files
+
+COLUMNS = {  # key of a row: head, digits
+    "score": ("score", 3),
+    "difference": ("minus exact", 3),
+    "mcnemar": ("score p", 3),
+    "text_p": ("texts p", 3),
+    "step_acceptance": ("step acceptance", 3),
+    "accepted_share": ("accepted share", 3),
+    "tokens_per_call": ("tokens per call", 2),
+    "tokens_per_second": ("tokens/s", 0),
+    "mean_weight": ("mean weight", 3),
+    "mean_bias": ("mean bias", 4),
+    "substitutions": ("substitutions per text", 2),
+    "target_logprob": ("log-likelihood", 3),
+    "tokens_per_text": ("tokens per text", 1),
 }
 
 
 def page(runs: list[Run], numbers: list[dict[str, Any] | str]) -> str:
     """The whole page; numbers: what `token_numbers` says of each run."""
     rows = [row for run in runs for row in run.rows]
-    style, script = (
-        packaged(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("css", "js")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Nothing is fetched, and no script runs but this one, whatever stands in the texts.
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src"
-        f" 'sha256-{digest}'"
-    )
-    title = _title(runs)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(style)),
-    )
-    contents = tag(
-        "nav",
-        tag(
-            "ul", [tag("li", tag("a", words, href=f"#{name}")) for name, words in CONTENTS.items()]
-        ),
-    )
-    tokens = [
-        single_tokens(run, found, len(runs) > 1) for run, found in zip(runs, numbers, strict=True)
+    style, script = (_packaged(f"page.{kind}") for kind in ("css", "js"))
+    titles = [
+        f"{run.settings['task']}: {run.settings['target'].get('name')} with draft"
+        f" {run.settings['draft'].get('name')}"
+        for run in runs
     ]
-    main = tag(
-        "main",
-        _measured(runs),
-        frontiers(rows),
-        depths(rows),
-        section("tokens", CONTENTS["tokens"], tokens),
-        all_cells(rows, batches(runs, rows)),
-        provenance(runs),
-    )
-    body = tag(
-        "body", tag("header", tag("h1", title), contents), main, tag("script", Markup(script))
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _title(runs: list[Run]) -> str:
-    names = [[run.settings[role].get("name") for role in ("target", "draft")] for run in runs]
-    words = [
-        f"{run.settings['task']}: {one} with draft {two}"
-        for run, (one, two) in zip(runs, names, strict=True)
+    several = [
+        name
+        for name in ("run", "task", "temperature", "draft_length")
+        if len({row[name] for row in rows}) > 1
     ]
-    return "; ".join(dict.fromkeys(words))
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "signed": signed, "interval": interval}
+    environment.filters |= {"in_words": in_words, "at": settings_words, "hint": hint, "cell": cell}
+    written = environment.from_string(_packaged("page.html")).render(
+        title="; ".join(dict.fromkeys(titles)),
+        style=style,
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        runs=[_view(run, found, len(runs) > 1) for run, found in zip(runs, numbers, strict=True)],
+        groups=[_figures(words, group) for words, group in _groups(rows).items()],
+        batches=_batches(runs, rows),
+        likelihood=any(row["metric"] == LIKELIHOOD for row in rows),
+        rows=rows,
+        named=[*several, "method", "relaxation"],
+        columns=COLUMNS,
+        metrics=dict.fromkeys(row["metric"] or "score" for row in rows),
+        differing=differing_settings(runs),
+    )
+    return readable(written)
 
 
-def _measured(runs: list[Run]) -> Markup:
-    parts: list[object] = []
-    for run in runs:
-        parts += [tag("h3", run.name) if len(runs) > 1 else None, tag("p", _in_two_sentences(run))]
-        parts.append(tag("ul", [_verdicts(run, row) for row in _compared(run)], class_="verdicts"))
-        if not run.statements:
-            parts.append(tag("p", "No learned point stands beside two or more static ones."))
-        parts += [
-            operating_point(source, card.get("calibration")) for source, card in run.cards.items()
+def _packaged(name: str) -> str:
+    return packaged(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _view(run: Run, numbers: dict[str, Any] | str, several: bool) -> dict[str, Any]:
+    """What the template reads of a run."""
+    compared = groupby(run.statements, lambda one: point_of(vars(one)))
+    return {
+        **vars(run),
+        "heading": run.name if several else "",
+        "metric": run.rows[0]["metric"] or "score",
+        "compared": [list(statements) for _, statements in compared],
+        "numbers": numbers,
+        "origins": origins(run),
+        "again": same_again(run),
+        "files": files(run),
+        "methods": dict.fromkeys(row["method"] for row in run.rows),
+        "settings_words": dict.fromkeys(map(settings_words, run.rows)),
+    }
+
+
+def _groups(rows: list[Row]) -> dict[str, list[Row]]:
+    """Words -> the rows that share figures: one task and method; in one run also one temperature
+    and draft length.
+    """
+    found: dict[str, list[Row]] = {}
+    alone = len({row["run"] for row in rows}) == 1
+    for row in rows:
+        if row["method"] != "plain":
+            words = f"{row['task']}, {row['method']} verification"
+            if alone:
+                words += f", {settings_words(row)}"
+            found.setdefault(words, []).append(row)
+    return found
+
+
+def _variants(rows: list[Row]) -> dict[str, list[Row]]:
+    """Words -> the rows of one run, temperature and draft length, of which they say what differs."""
+    names = {"run": "{}", "temperature": "temperature {}", "draft_length": "draft length {}"}
+    several = [name for name in names if len({row[name] for row in rows}) > 1]
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        words = ", ".join(names[name].format(row[name]) for name in several)
+        found.setdefault(words, []).append(row)
+    return found
+
+
+def _figures(words: str, rows: list[Row]) -> dict[str, Any]:
+    """The figures of rows that share them, and their acceptance by depth as a table."""
+    variants = _variants(rows)
+    depth = max(len(row["acceptance_by_depth"]) for row in rows)
+    ticks = [str(one) for one in range(1, 1 + depth)]
+    series = []
+    for number, variant in enumerate(variants.values()):
+        for row in _main(variant):
+            known = [None if math.isnan(value) else value for value in row["acceptance_by_depth"]]
+            values = known + [None] * (depth - len(known))
+            series.append(
+                Series(values, parse(row["relaxation"]).kind, number, _end_name(row, rows))
+            )
+    table = [
+        (row["relaxation"], said, row["acceptance_by_depth"])
+        for said, variant in variants.items()
+        for row in variant
+    ]
+    kinds = {parse(row["relaxation"]).kind for row in rows}
+    return {
+        "words": words,
+        "kinds": [kind for kind in KINDS if kind in kinds],
+        "frontiers": [frontier_svg(variants, speed, words) for speed in SPEED_NAMES],
+        "depth": lines_svg(series, ticks, "depth", "accepted so far", words) if ticks else "",
+        "ticks": ticks,
+        "table": table,
+    }
+
+
+def _main(rows: list[Row]) -> list[Row]:
+    """Exact decoding, learned points and code, and the outermost of the static blends."""
+    statics = [row for row in rows if parse(row["relaxation"]).kind == "static"]
+    statics.sort(key=lambda row: parse(row["relaxation"]).constant)
+    outer = statics[:1] + statics[1:][-1:]
+    kinds = ("exact", "learned", "code")
+    return [row for row in rows if row in outer or parse(row["relaxation"]).kind in kinds]
+
+
+def _end_name(row: Row, rows: list[Row]) -> str:
+    """The name at a line's end, where no other point of the static line says what a bare number is."""
+    name = short_name(row, rows)
+    return f"w {name}" if parse(row["relaxation"]).kind == "static" else name
+
+
+def _batches(runs: list[Run], rows: list[Row]) -> list[tuple[str, str]]:
+    """(words, figure) of tokens per second against the batch, if the runs have several."""
+    sizes = {run.name: run.settings["batch"] for run in runs}
+    ticks = sorted(set(sizes.values()))
+    figures = []
+    for words, group in _groups(rows).items():
+        found: dict[tuple[str, str], dict[int, float]] = {}
+        for row in _main(group):
+            key = _end_name(row, group), parse(row["relaxation"]).kind
+            found.setdefault(key, {})[sizes[row["run"]]] = row["tokens_per_second"]
+        series = [
+            Series([speeds.get(size) for size in ticks], kind, 0, name)
+            for (name, kind), speeds in found.items()
+            if len(speeds) > 1
         ]
-    parts.append(
-        tag(
-            "p",
-            "A learned point is compared with the line through exact decoding and the static"
-            " blends, of probabilities and of logits where both were measured, at the learned"
-            " point's quality: better is an interval of the difference above 0, worse one below 0."
-            " Where several learned points are looked at on the same prompts, the interval that"
-            " decides is corrected for their number (Bonferroni); those chosen on other prompts, as"
-            " by calibration, count apart from those that were not.",
-        )
-    )
-    return section("measured", CONTENTS["measured"], parts)
+        if series:
+            names = list(map(str, ticks))
+            figures.append((words, lines_svg(series, names, "batch", "tokens/s", words, zero=True)))
+    return figures
 
 
-def _in_two_sentences(run: Run) -> str:
-    settings, methods = run.settings, dict.fromkeys(row["method"] for row in run.rows)
-    metric = run.rows[0]["metric"] or "score"
-    return (
-        f"{settings['prompts']:,} held-out prompts ({settings['task']}, {settings['split']}) were"
-        f" continued by {settings['target'].get('name')} with the draft"
-        f" {settings['draft'].get('name')} in {len(run.rows)} ways ({', '.join(methods)};"
-        f" {'; '.join(dict.fromkeys(settings_words(row) for row in run.rows))}),"
-        f" {len(run.records):,} texts in all. Quality is {metric}; speed is tokens per target call"
-        " and step acceptance, which do not depend on the machine; tokens/s does"
-        f" ({settings['device']}, {settings['dtype']}, {settings['threads']} CPU thread(s), batch"
-        f" {settings['batch']})."
-    )
+def number(value: float | None, digits: int) -> str:
+    """A value as text, an en dash if there is none."""
+    if value is None or math.isnan(value):
+        return "\N{EN DASH}"
+    return f"{value:,.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-def _compared(run: Run) -> list[list[Statement]]:
-    """The statements, those of one point together."""
-    found: dict[tuple, list[Statement]] = {}
-    for one in run.statements:
-        found.setdefault(
-            (one.method, one.relaxation, one.temperature, one.draft_length), []
-        ).append(one)
-    return list(found.values())
+def signed(value: float | None, digits: int) -> str:
+    """A difference as text, with its sign."""
+    plus = "+" if value is not None and value > 0 else ""
+    return plus + number(value, digits)
 
 
-def _verdicts(run: Run, statements: list[Statement]) -> Markup:
-    first = statements[0]
-    name = tag("b", f"{first.method}, {first.relaxation}")
-    at = (
-        f", {settings_words(vars(first))}: {run.rows[0]['metric'] or 'score'}"
-        f" {number(first.quality, 3)}, "
-    )
-    return tag("li", name, at, f"{first.prompts:,} prompts", [_verdict(one) for one in statements])
+def interval(low: float | None, high: float | None, digits: int) -> str:
+    """The ends of an interval as text, empty if there is none."""
+    if low is None or high is None:
+        return ""
+    return f"[{number(low, digits)}, {number(high, digits)}]"
 
 
-def _verdict(one: Statement) -> Markup:
-    low, high = (one.corrected_low, one.corrected_high) if one.looked > 1 else (one.low, one.high)
-    corrected = f", corrected for {one.looked} learned points" if one.looked > 1 else ""
-    needed = (
-        ""
-        if one.prompts_needed is None
-        else f"; about {one.prompts_needed:,} prompts would show it"
-    )
-    against = (
-        f" than static blending of this quality in {one.speed}: "
-        if one.verdict != "not shown"
-        else (f" to differ from static blending of this quality in {one.speed}: ")
-    )
-    return tag(
-        "div",
-        tag("span", one.verdict, class_=f"verdict {one.verdict.replace(' ', '-')}"),
-        against,
-        f"{number(one.learned, 3)} against {number(one.static, 3)}, difference"
-        f" {signed(one.difference, 3)} [{number(low, 3)}, {number(high, 3)}]{corrected}{needed}.",
-        [_of_gate(one, *gate) for gate in one.gates],
-    )
+def cell(row: Row, name: str) -> tuple[str, str, str]:
+    """What the table shows of a row: value, interval, and what it is sorted by."""
+    value, digits = row[name], COLUMNS[name][1]
+    ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"), digits)
+    if value is None or math.isnan(value):
+        return number(value, digits), ends, ""
+    shown = signed(value, digits) if name == "difference" else number(value, digits)
+    if name in ("mcnemar", "text_p") and value < 10**-digits:
+        shown = f"<{10**-digits:g}"
+    return shown, ends, f"{value:.8g}"
 
 
-def _of_gate(one: Statement, gate: str, quality: float, gain: float) -> str:
-    share = (
-        f", of which this is {100 * one.difference / gain:.0f} %"
-        if min(gain, one.difference) > 0
-        else ""
-    )
-    return (
-        f" The gate {gate}, of quality {number(quality, 3)}, gains {signed(gain, 3)} over the"
-        f" same{share}."
-    )
+def settings_words(row: Row) -> str:
+    """The temperature and draft length of a row, in words."""
+    temperature = "unknown" if row["temperature"] is None else f"{row['temperature']:g}"
+    return f"temperature {temperature}, draft length {row['draft_length']}"
+
+
+def hint(token: list) -> str:
+    """What hovering over a token shows."""
+    piece, target, draft, weight, best, best_target, *_ = token
+    words = [piece.strip() or repr(piece), f"target p {target:.3g}", f"draft q {draft:.3g}"]
+    words.append(f"w {weight:.2f}")
+    if best is None:
+        words.append("the target's most likely")
+    else:
+        words.append(f"target preferred {best!r} ({best_target:.3g})")
+    return "   ".join(words)
+
+
+def in_words(value: Any) -> str:
+    """A value of a JSON file for people: what is inside it with commas between, None left out."""
+    if isinstance(value, dict):
+        known = {name: inner for name, inner in value.items() if inner is not None}
+        return ", ".join(f"{name} {in_words(inner)}" for name, inner in known.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(in_words, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

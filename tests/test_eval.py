@@ -427,18 +427,19 @@ def test_texts_that_are_empty_under_exact_decoding_are_told():
 
 def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
     """The learned head of a second method is faster than the first one's; both stand for the same name."""
-    from diversed.eval.figure import _draw
-    from matplotlib.figure import Figure
+    from diversed.eval.figure import _labels
 
     ends = {"score": 0.5, "score_low": 0.4, "score_high": 0.6}
-    rows = [
-        {"method": method, "relaxation": relaxation, "tokens_per_call": speed + number, **ends}
+    groups = [
+        [
+            {"method": method, "relaxation": relaxation, "tokens_per_call": speed + number, **ends}
+            for relaxation, speed in (("none", 1.0), ("ensemble:0.5", 2.0), ("runs/bundle", 3.0), ("a.b:oracle", 4.0))
+        ]
         for number, method in enumerate(("token", "block"))
-        for relaxation, speed in (("none", 1.0), ("ensemble:0.5", 2.0), ("runs/bundle", 3.0), ("a.b:oracle", 4.0))
     ]
-    labels = _draw(Figure().add_subplot(), rows, ["token", "block"])
+    labels = _labels(groups, "tokens_per_call", kinds_named=True)
     expected = ["exact decoding", "learned head", "oracle gate", "static blend, w = 0.5"]
-    assert sorted(words for _, _, words, *_ in labels) == expected
+    assert sorted(label.words for label in labels) == expected
 
 
 def test_points_with_one_seed_beside_points_with_two_are_said_to_be_so():
