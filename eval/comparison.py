@@ -37,9 +37,8 @@ from typing import Any
 
 import numpy
 
-from ..verifier.relax import parse
 from .intervals import RESAMPLES, percentiles, resample
-from .results import point_of, static_place
+from .results import point_of, rule_of, static_place
 
 SPEEDS = {
     "tokens per target call": ("tokens", "target_calls"),
@@ -134,10 +133,7 @@ def every_statement(
     points = list(dict.fromkeys(map(point_of, records)))
     found = []
     for point in points:
-        if (
-            parse(point[1], recorded=True).kind == "learned"
-            and len(_statics_beside(points, point)) > 1
-        ):
+        if rule_of(point[1]).kind == "learned" and len(_statics_beside(points, point)) > 1:
             looked = _looked_at(points, point[1], chosen)
             found += statements(records, *point, looked, resamples, seed)
     return found
@@ -154,7 +150,7 @@ def _statics_beside(points: Sequence[tuple], point: tuple) -> list[tuple]:
 
 def _looked_at(points: Sequence[tuple], relaxation: str, chosen: Sequence[str]) -> int:
     """How many learned points are looked at together with this one."""
-    learned = [name for _, name, *_ in points if parse(name, recorded=True).kind == "learned"]
+    learned = [name for _, name, *_ in points if rule_of(name).kind == "learned"]
     return sum((name in chosen) == (relaxation in chosen) for name in learned)
 
 
@@ -168,7 +164,7 @@ def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] =
         return "nothing, the others are compared with it"
     exact = any(other[1] == "none" for other in statics)
     words = ["none, paired by prompt" if exact else "nothing; add the relaxation none"]
-    if parse(point[1], recorded=True).kind == "learned":
+    if rule_of(point[1]).kind == "learned":
         line = "no static line; add several ensemble:w"
         if len(statics) > 1:
             line = f"the line of {len(statics)} static points"
@@ -244,7 +240,7 @@ def statements(
     gates = {
         name: tables(name)
         for name in cells
-        if parse(name, recorded=True).kind == "code" and cells[name].keys() >= set(prompts)
+        if rule_of(name).kind == "code" and cells[name].keys() >= set(prompts)
     }
     mine = tables(relaxation)
     point = (method, relaxation, *groups[0][1:])

@@ -27,8 +27,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import IdentityTransform
 
 from ..files import write_whole
-from ..verifier.relax import parse
-from .results import static_place
+from .results import kind_of, rule_of, static_place
 
 Row = dict[str, Any]
 Box = tuple[float, float, float, float]  # left, bottom, right, top; in pixels
@@ -77,28 +76,14 @@ class Label:
     bold: bool = False
 
 
-def describe(relaxation: str) -> tuple[str, str]:
-    """(kind, words of its label) of a relaxation string."""
-    rule = parse(relaxation)
-    minus = "\N{MINUS SIGN}"
-    words = [f"{name} {value.replace('-', minus)}" for name, value in rule.options.items()]
-    if rule.kind == "static":
-        words = [f"{rule.parameters[0]:g}", *words]
-    elif rule.kind == "code":
-        words = [rule.source.partition(":")[2].replace("_", " ").lower(), *words]
-    elif rule.kind == "other":
-        words = [rule.base.replace(":", " "), *words]
-    return rule.kind, ", ".join(words)
-
-
 def short_name(row: Row, rows: Sequence[Row]) -> str:
     """The name of a point among others: its share, its bias, the bundle's name if there are several."""
-    kind, words = describe(row["relaxation"])
-    if kind != "learned":
-        return words or kind
-    bundles = {parse(other["relaxation"]).folder for other in rows} - {None}
-    family = parse(row["relaxation"]).folder.name.removeprefix("bundle-")
-    return ", ".join(filter(None, (family * (len(bundles) > 1), words))) or "bias 0"
+    rule = rule_of(row["relaxation"])
+    if rule.kind != "learned":
+        return rule.label or rule.kind
+    bundles = {rule_of(other["relaxation"]).folder for other in rows} - {None}
+    family = rule.folder.name.removeprefix("bundle-")
+    return ", ".join(filter(None, (family * (len(bundles) > 1), rule.label))) or "bias 0"
 
 
 def frontier(rows: list[Row], out: str | Path, title: str | None = None) -> Path:
@@ -272,7 +257,7 @@ def _lines(rows: list[Row], speed: str) -> list[tuple[str, list[Row]]]:
     for row in rows:
         at = static_place(row["relaxation"])
         if at is None:
-            families.setdefault(parse(row["relaxation"]).base, []).append((row[speed], row))
+            families.setdefault(rule_of(row["relaxation"]).base, []).append((row[speed], row))
         else:
             families.setdefault("", []).append((at, row))
     lines = [sorted(family, key=lambda member: member[0]) for family in families.values()]
@@ -280,14 +265,14 @@ def _lines(rows: list[Row], speed: str) -> list[tuple[str, list[Row]]]:
     for line in lines:
         rows = [row for _, row in line]
         # The best of a line may be exact decoding, the last of it never is.
-        kinds = {parse(row["relaxation"]).kind for row in rows} - {"exact"}
+        kinds = {kind_of(row) for row in rows} - {"exact"}
         if len(rows) > 1:
             joined.append((kinds.pop(), rows))
     return joined
 
 
 def _draw_point(axes: Any, row: Row, speed: str, marker: str, font: float) -> Line2D:
-    kind = parse(row["relaxation"]).kind
+    kind = kind_of(row)
     drawn = axes.errorbar(
         row[speed],
         row["score"],
@@ -337,7 +322,7 @@ def _labels(groups: list[list[Row]], speed: str, kinds_named: bool) -> list[Labe
     rows = list(first.values())
     labels = []
     for kind in KINDS:
-        points = [row for row in rows if parse(row["relaxation"]).kind == kind]
+        points = [row for row in rows if kind_of(row) == kind]
         # The fastest point of a kind names it; of the static line the best, where it is steep.
         by = ("score", speed) if kind == "static" else (speed,)
         namer = max(points, key=lambda row: [row[name] for name in by], default=None)
@@ -457,7 +442,7 @@ def _describe_figure(figure: Figure, rows: list[Row], title: str | None) -> None
         " w draft; bias is added to the learned head's logit.\nTokens per target call count the"
         " bonus token of each call and end with the text."
     )
-    logits = any(parse(row["relaxation"]).blend == "logits" for row in rows)
+    logits = any(rule_of(row["relaxation"]).blend == "logits" for row in rows)
     if logits:
         small += " Blend logits: target^(1 − w) draft^w instead."
     if len({row["method"] for row in rows}) > 1:

@@ -15,10 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from ..verifier.relax import parse
 from .figure import KINDS, SPEED_NAMES, Row, Series, frontier_svg, lines_svg, readable, short_name
 from .provenance import differing_settings, origins, same_again
-from .results import point_of
+from .results import kind_of, point_of, rule_of
 from .run_data import LIKELIHOOD, Run, files
 
 COLUMNS = {  # key of a row: head, digits
@@ -132,15 +131,13 @@ def _figures(words: str, rows: list[Row]) -> dict[str, Any]:
         for row in _main(variant):
             known = [None if math.isnan(value) else value for value in row["acceptance_by_depth"]]
             values = known + [None] * (depth - len(known))
-            series.append(
-                Series(values, parse(row["relaxation"]).kind, number, _end_name(row, rows))
-            )
+            series.append(Series(values, kind_of(row), number, _end_name(row, rows)))
     table = [
         (row["relaxation"], said, row["acceptance_by_depth"])
         for said, variant in variants.items()
         for row in variant
     ]
-    kinds = {parse(row["relaxation"]).kind for row in rows}
+    kinds = {kind_of(row) for row in rows}
     return {
         "words": words,
         "kinds": [kind for kind in KINDS if kind in kinds],
@@ -153,17 +150,17 @@ def _figures(words: str, rows: list[Row]) -> dict[str, Any]:
 
 def _main(rows: list[Row]) -> list[Row]:
     """Exact decoding, learned points and code, and the outermost of the static blends."""
-    statics = [row for row in rows if parse(row["relaxation"]).kind == "static"]
-    statics.sort(key=lambda row: parse(row["relaxation"]).constant)
+    statics = [row for row in rows if kind_of(row) == "static"]
+    statics.sort(key=lambda row: rule_of(row["relaxation"]).constant)
     outer = statics[:1] + statics[1:][-1:]
     kinds = ("exact", "learned", "code")
-    return [row for row in rows if row in outer or parse(row["relaxation"]).kind in kinds]
+    return [row for row in rows if row in outer or kind_of(row) in kinds]
 
 
 def _end_name(row: Row, rows: list[Row]) -> str:
     """The name at a line's end, where no other point of the static line says what a bare number is."""
     name = short_name(row, rows)
-    return f"w {name}" if parse(row["relaxation"]).kind == "static" else name
+    return f"w {name}" if kind_of(row) == "static" else name
 
 
 def _batches(runs: list[Run], rows: list[Row]) -> list[tuple[str, str]]:
@@ -174,7 +171,7 @@ def _batches(runs: list[Run], rows: list[Row]) -> list[tuple[str, str]]:
     for words, group in _groups(rows).items():
         found: dict[tuple[str, str], dict[int, float]] = {}
         for row in _main(group):
-            key = _end_name(row, group), parse(row["relaxation"]).kind
+            key = _end_name(row, group), kind_of(row)
             found.setdefault(key, {})[sizes[row["run"]]] = row["tokens_per_second"]
         series = [
             Series([speeds.get(size) for size in ticks], kind, 0, name)

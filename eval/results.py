@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_settings
-from ..verifier.relax import parse
+from ..verifier.relax import Relaxation, parse
 
 RESULTS = "results.jsonl"
 SETTINGS = "eval.json"  # what the results beside it were decoded with
@@ -86,13 +86,23 @@ def point_of(record: dict[str, Any]) -> tuple[str, str, float | None, int | None
     return tuple(record.get(name) for name in POINT)
 
 
+def rule_of(relaxation: str) -> Relaxation:
+    """The relaxation of a record, perhaps of an older version."""
+    return parse(relaxation, recorded=True)
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """exact, static, learned, code or other, of a record or a row of figures."""
+    return rule_of(row["relaxation"]).kind
+
+
 def static_place(relaxation: str) -> float | None:
     """Where a static point stands on the line: at its share of the draft, at minus that if it
     blends logarithms.
 
     0 for exact decoding, None for learned points, budgets and rules that are no blend.
     """
-    rule = parse(relaxation, recorded=True)
+    rule = rule_of(relaxation)
     if rule.budget is not None or rule.kind not in ("exact", "static"):
         return None
     return rule.constant if rule.blend == "probabilities" else -rule.constant

@@ -18,10 +18,9 @@ import numpy
 from ..data.scores import SCORES
 from ..files import machine, read_settings, sha256, versions, write_whole
 from ..runtime.bundle import read_card
-from ..verifier.relax import parse
 from .comparison import SPEEDS, Statement, every_statement
 from .intervals import percentiles, ratio, resample
-from .results import RESULTS, SETTINGS, point_of, read_results
+from .results import RESULTS, SETTINGS, kind_of, point_of, read_results
 from .summary import summarise
 
 COMMANDS = "commands.json"
@@ -179,11 +178,7 @@ def best_point(run: Run) -> dict[str, Any] | None:
     The operating point of a calibrated bundle comes first; without any statement the first learned
     point.
     """
-    learned = [
-        row
-        for row in run.rows
-        if parse(row["relaxation"], recorded=True).kind == "learned" and row["method"] != "plain"
-    ]
+    learned = [row for row in run.rows if kind_of(row) == "learned" and row["method"] != "plain"]
     calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
     speed = next(iter(SPEEDS))
     gains = {point_of(vars(one)): one.low for one in run.statements if one.speed == speed}

@@ -22,8 +22,8 @@ from ..files import read_settings, sha256, write_whole
 from ..runtime.model import Pair, load_pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
-from ..verifier.relax import Relaxation, parse
-from .results import POINT, RESULTS, point_of
+from ..verifier.relax import Relaxation
+from .results import POINT, RESULTS, point_of, rule_of
 from .run_data import Run, best_point, head_checksum
 from .scoring import scored_rows, total_variation
 
@@ -206,7 +206,7 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
 
 def _rule(run: Run, relaxation: str) -> Relaxation:
     """The relaxation, with the very head that was measured: out of the run folder if that holds it."""
-    rule = parse(relaxation, recorded=True)
+    rule = rule_of(relaxation)
     place = run.folders.get(rule.source, rule.folder)
     wanted = run.settings["heads"].get(rule.source)
     if wanted and head_checksum(place) != wanted:

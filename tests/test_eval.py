@@ -12,8 +12,8 @@ import pytest
 import torch
 from diversed.commands.eval import evaluate
 from diversed.commands.options import call
-from diversed.eval.figure import describe, frontier
-from diversed.eval.results import read_results
+from diversed.eval.figure import frontier
+from diversed.eval.results import read_results, rule_of
 from diversed.eval.results_table import empty_texts
 from diversed.eval.scoring import score_positions
 from diversed.eval.summary import summarise
@@ -397,7 +397,8 @@ def test_results_that_are_no_results_are_refused_with_their_line(tmp_path):
     ],
 )
 def test_points_are_named_by_what_they_are(relaxation, expected):
-    assert describe(relaxation) == expected
+    rule = rule_of(relaxation)
+    assert (rule.kind, rule.label) == expected
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
