@@ -1,11 +1,13 @@
 """The experiments of experiments/ at a size at which they say nothing: that they run, and which rows they give."""
 
 import json
+from pathlib import Path
 
 from diversed.commands.options import call
 
 from .support.scripts import script
 
+ROOT = Path(__file__).parents[1]
 TEXTS = {"prompts": 2, "max_new_tokens": 6}
 
 
@@ -59,3 +61,13 @@ def test_every_way_of_training_ends_in_test_figures_and_its_head_can_be_taken_el
     )  # fmt: skip
     names = ["elsewhere", "refitted-32-slowly", "refitted-32", "here-32", "here-64"]
     assert measured(there) == dict.fromkeys(["none", *(f"{name}/bundle" for name in names)], 4)
+
+
+def test_a_pair_is_trained_saved_and_measured_from_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(script("make_pair"), "LONGEST", 8)
+    script("make_pair").main(["--out", str(tmp_path), "--steps", "1", "--test", "2"])
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    shipped = json.loads((ROOT / "assets" / "pair" / "numbers.json").read_text())
+    assert numbers["definitions"] == shipped["definitions"] and list(numbers["cases"]) == list(shipped["cases"])
+    assert numbers["pair"]["target"]["shape"] == shipped["pair"]["target"]["shape"]
+    assert numbers["cases"]["draft"]["step_acceptance"] == 1 and numbers["cases"]["target"]["substitutions"] == 0

@@ -13,7 +13,7 @@ import pytest
 from .support.kills import series
 
 ROOT = Path(diversed.__file__).parent
-FOLDERS = ("assets", "benchmarks", "commands", "configs", "data", "eval", "export", "runtime", "selector",
+FOLDERS = ("assets", "benchmarks", "commands", "configs", "data", "eval", "experiments", "export", "runtime", "selector",
            "train", "verifier")  # fmt: skip
 FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 # name of a call -> what it must be called with
@@ -72,7 +72,7 @@ def test_an_unguarded_read_would_be_found(tmp_path, line):
 def test_no_decision_reads_a_clock_that_can_jump():
     """Durations are monotonic; the wall clock stands in figures' dates only, and no file's time of change is read."""
     wall = {path.name for path in FILES for name, _ in calls(path) if name in ("time.time", "datetime.now", "os.utime")}
-    assert wall == {"make_pair.py", "facts.py", "timing.py"}
+    assert wall == {"run_data.py", "timing.py"}
     assert not [path for path in FILES if "st_mtime" in path.read_text(encoding="utf-8")]
 
 

@@ -1,7 +1,7 @@
 """Make the embedded pair: a tokenizer, a target of eight layers and a draft of one, trained on
 `sums` from fixed seeds.
 
-    python -m diversed.assets.make_pair --out assets/pair
+    python experiments/make_pair.py --out assets/pair
 
 Each model reads fresh training problems in its own house style (`sums.STYLES`), with the loss on
 the answer alone. Everything measured goes to `numbers.json`; test problems come from frames and
@@ -16,19 +16,20 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-import tokenizers
 import torch
-import transformers
+from diversed.assets import sums
+from diversed.data.scores import exact_number
+from diversed.eval.scoring import scored_rows, total_variation
+from diversed.files import versions
+from diversed.runtime.engine import decode
+from diversed.runtime.model import Pair, load_pair
+from diversed.runtime.relaxer import load_relaxer
+from diversed.runtime.sampling import Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from ..data.scores import exact_number
-from ..runtime.model import Model, Pair, load_pair
-from . import sums
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 SHAPES = {
@@ -56,11 +57,15 @@ CYCLES = {"target": ((2500, 2e-3), (2000, 1e-3)), "draft": ((2000, 2e-3),)}
 # everything that runs them sees it.
 SHARPNESS = {"target": 1.2, "draft": 1.2}
 SEEDS = {"target": 1, "draft": 2}
-STATIC = (0.1, 0.2, 0.3, 0.5)
-ROWS, LONGEST = 250, 100  # texts sampled at once, and tokens in the longest of them
+ORACLE = "diversed.assets.sums:oracle"
+# What is measured, by the name in numbers.json.
+CASES = {"target": "none", "draft": "ensemble:1"}
+CASES |= {f"static {share}": f"ensemble:{share}" for share in (0.1, 0.2, 0.3, 0.5)}
+CASES["oracle"] = ORACLE
+BATCH_OF_TEXTS, LONGEST = 250, 100  # texts decoded together, and tokens in the longest of them
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for target/, draft/ and numbers.json"
@@ -76,7 +81,7 @@ def main() -> None:
     parser.add_argument(
         "--test", type=int, default=1000, help="held-out test problems to measure on"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
     for which in ("target", "draft"):
@@ -144,7 +149,7 @@ def train(
         **SHAPES[which],
     )
     model = LlamaForCausalLM(config)
-    start = time.time()
+    start = time.perf_counter()
     for cycle, (length, peak) in enumerate(CYCLES[which]):
         train_cycle(model, which, tokenizer, steps or length, peak, SEEDS[which] + 100 * cycle)
     with torch.no_grad():
@@ -156,7 +161,7 @@ def train(
         "sharpness": SHARPNESS[which],
     }
     return model.eval(), record | {
-        "seconds": round(time.time() - start),
+        "seconds": round(time.perf_counter() - start),
         "machine": platform.processor() or "CPU",
     }
 
@@ -174,7 +179,7 @@ def train_cycle(
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, steps))
     examples = encode(sums.problems("train", BATCH * steps, seed, which), tokenizer)
     working = sums.is_working(tokenizer)
-    start, recent = time.time(), []
+    start, recent = time.perf_counter(), []
     for step in range(steps):
         tokens, answer = batch(examples[step * BATCH : (step + 1) * BATCH], tokenizer.pad_token_id)
         loss, working_loss = answer_loss(model, tokens, answer, working)
@@ -187,7 +192,7 @@ def train_cycle(
         if (step + 1) % 100 == 0:
             print(
                 f"{which} step {step + 1} working loss {sum(recent) / len(recent):.4f}"
-                f" {time.time() - start:.0f} s",
+                f" {time.perf_counter() - start:.0f} s",
                 flush=True,
             )
             recent = []
@@ -256,27 +261,20 @@ def write_numbers(out: Path, count: int) -> None:
     """numbers.json: the saved pair measured on `count` held-out test problems, and how it was done."""
     pair = load_pair(str(out / "target"), str(out / "draft"), dtype="float32")
     items = sums.problems("test", count)
-    gate = sums.oracle(pair.tokenizer)
-    weights = (
-        {"target": 0.0, "draft": 1.0}
-        | {f"static {share}": share for share in STATIC}
-        | {"oracle": gate}
-    )
-    started, cases = time.time(), {}
-    for name, weight in weights.items():
-        cases[name] = measure(pair, items, weight, gate)
-        print(name, cases[name], f"{time.time() - started:.0f} s", flush=True)
+    started, cases = time.perf_counter(), {}
+    for name, relaxation in CASES.items():
+        cases[name] = measure(pair, items, relaxation)
+        print(name, cases[name], f"{time.perf_counter() - started:.0f} s", flush=True)
     numbers = {
         "definitions": DEFINITIONS,
         "problems": count,
         "temperature": 1.0,
         "cases": cases,
         "pair": describe(pair, out),
-    }
-    numbers |= {
         "date": date.today().isoformat(),
-        "versions": _versions(),
-        "seconds": round(time.time() - started),
+        "versions": versions(("torch", "transformers", "tokenizers"))
+        | {"machine": f"{platform.machine()}, one thread"},
+        "seconds": round(time.perf_counter() - started),
     }
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
@@ -303,90 +301,36 @@ DEFINITIONS = {
 }
 
 
-def measure(pair: Pair, items: list[dict], weight: float | Callable, gate: sums.OracleGate) -> dict:
-    """Texts sampled from the blend at temperature 1 and scored, as DEFINITIONS says. weight: the
-    draft's share.
-    """
-    generator = torch.Generator().manual_seed(0)
-    scores, parts = [], []
-    for start in range(0, len(items), ROWS):
-        chunk = items[start : start + ROWS]
-        texts, steps = sample(pair, [item["prompt"] for item in chunk], weight, gate, generator)
-        scores += [
-            exact_number(text, item["reference"]) for text, item in zip(texts, chunk, strict=True)
-        ]
-        parts.append(steps)
-    alive, distance, share, wording = (torch.cat(part) for part in zip(*parts, strict=True))
-    total, texts = alive.sum(), len(items)
+def measure(pair: Pair, items: list[dict], relaxation: str) -> dict:
+    """Texts decoded under the relaxation at temperature 1 and scored, as DEFINITIONS says."""
+    prompts = [list(pair.tokenizer(item["prompt"]).input_ids) for item in items]
+    together = {"batch": BATCH_OF_TEXTS, "max_new_tokens": LONGEST}
+    texts = decode(pair, prompts, relaxation=relaxation, **together)
+    share = load_relaxer(relaxation, pair, Sampling()).constant  # None for the oracle
+    oracle = load_relaxer(ORACLE, pair, Sampling())
+    total = torch.zeros(5, dtype=torch.float64)
+    for start in range(0, len(items), BATCH_OF_TEXTS):
+        chunk = slice(start, start + BATCH_OF_TEXTS)
+        tokens = [text.tokens for text in texts[chunk]]
+        for rows in scored_rows(pair, prompts[chunk], tokens, oracle, Sampling()):
+            distance = total_variation(rows.target, rows.draft)[rows.scored].double()
+            wording = rows.weight[rows.scored].double()
+            substituted = distance * (wording if share is None else share)
+            columns = torch.ones_like(distance), distance, substituted, wording, distance * wording
+            total += torch.stack(columns).sum(1)
+    positions, distance, substituted, wording, on_wording = total.tolist()
+    right = [
+        exact_number(text.text, item["reference"]) for text, item in zip(texts, items, strict=True)
+    ]
     return {
-        "exact_match": round(100 * sum(scores) / texts, 2),
-        "step_acceptance": round(
-            (alive * (1 - (1 - share) * distance)).sum().item() / total.item(), 4
-        ),
-        "wording_share_of_tv": round(((distance * wording).sum() / distance.sum()).item(), 4),
-        "wording_share_of_positions": round((wording.sum() / total).item(), 4),
-        "substitutions": round((share * distance).sum().item() / texts, 3),
-        "working_tv": round((distance * (alive - wording)).sum().item() / texts, 3),
-        "tokens": round(total.item() / texts, 2),
+        "exact_match": round(100 * sum(right) / len(items), 2),
+        "step_acceptance": round(1 - (distance - substituted) / positions, 4),
+        "wording_share_of_tv": round(on_wording / distance, 4),
+        "wording_share_of_positions": round(wording / positions, 4),
+        "substitutions": round(substituted / len(items), 3),
+        "working_tv": round((distance - on_wording) / len(items), 3),
+        "tokens": round(positions / len(items), 2),
     }
-
-
-def sample(
-    pair: Pair,
-    prompts: list[str],
-    weight: float | Callable,
-    gate: sums.OracleGate,
-    generator: torch.Generator,
-):
-    """One text a prompt from (1 - w) target + w draft, and of every step four float numbers a text.
-
-    Returns texts, and (alive, TV(target, draft), w, wording), each flat over [steps * B] and 0
-    after the end of a text.
-    """
-    encoded = pair.tokenizer(prompts, padding=True, return_tensors="pt")
-    tokens, seen = encoded["input_ids"], encoded["attention_mask"].bool()
-    runs = [_Run(model, seen, LONGEST) for model in (pair.target, pair.draft)]
-    alive, chosen, steps = torch.ones(len(prompts), dtype=torch.bool), [], []
-    while alive.any() and len(chosen) < LONGEST:
-        target, draft = (run.advance(tokens) for run in runs)
-        distance = 0.5 * (target - draft).abs().sum(-1)
-        share = weight(draft, target) if callable(weight) else torch.full_like(distance, weight)
-        steps.append(
-            torch.stack([torch.ones_like(distance), distance, share, gate(draft, target)]) * alive
-        )
-        row = torch.lerp(target, draft, share.unsqueeze(-1))
-        drawn = torch.multinomial(row, 1, generator=generator)
-        tokens = torch.where(alive.unsqueeze(1), drawn, pair.tokenizer.pad_token_id)
-        chosen.append(tokens)
-        alive = alive & (tokens.squeeze(1) != pair.tokenizer.eos_token_id)
-    texts = pair.tokenizer.batch_decode(torch.cat(chosen, 1), skip_special_tokens=True)
-    return texts, [part.flatten() for part in torch.stack(steps, 1)]
-
-
-class _Run:
-    """A model going through left-padded texts. seen: [B, T] bool, False on padding; it grows by
-    each call's tokens.
-    """
-
-    def __init__(self, model: Model, seen: torch.Tensor, longest: int):
-        self.model, self.seen, self.start = model, seen, 0
-        self.cache = model.cache(seen.shape[1] + longest)
-
-    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, Q] int64, the next of each text -> [B, V] probabilities of the token after the
-        last.
-        """
-        count = tokens.shape[1]
-        if self.start:
-            self.seen = torch.nn.functional.pad(self.seen, (0, count), value=True)
-        positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, self.start :]
-        causal = torch.ones(count, self.start + count, dtype=torch.bool).tril(self.start)
-        visible = causal & self.seen.unsqueeze(1)
-        logits = self.model(
-            tokens, positions, visible, self.cache, self.start, last_only=True
-        ).logits[:, -1]
-        self.start += count
-        return logits.float().softmax(-1)
 
 
 def describe(pair: Pair, out: Path) -> dict:
@@ -400,13 +344,6 @@ def describe(pair: Pair, out: Path) -> dict:
         found[name] = {"shape": shape, "parameters": parameters, "training": training}
     size = sum(path.stat().st_size for name in SHAPES for path in (out / name).iterdir())
     return found | {"vocabulary": pair.vocab, "bytes": size, "skew": sums.SKEW}
-
-
-def _versions() -> dict:
-    machine = {"python": platform.python_version(), "machine": f"{platform.machine()}, one thread"}
-    return machine | {
-        library.__name__: library.__version__ for library in (torch, transformers, tokenizers)
-    }
 
 
 if __name__ == "__main__":
