@@ -1,7 +1,7 @@
 """How long calls of both models and whole steps take on this machine: what a tree costs, for
 `diversed select`.
 
-`--json FILE` keeps the rows, and `selector.latency` reads them. A value is the median of the turns,
+`--json FILE` keeps the rows, and `selector.latencies` reads them. A value is the median of the turns,
 its interval the quartiles. With one thread on a CPU the clock is the time that the process ran,
 which is wall time if nothing else wants the core.
 """

@@ -1,26 +1,142 @@
-"""`diversed select`: what chooses the tree before each step is trained."""
+"""`diversed select`: a network for every method that chooses the tree before each step (delayed
+trees, arXiv 2602.16994).
+
+    OUT/labels/T=1       contexts and the tokens per step of every shape, one folder a temperature
+    OUT/choosing-*.json  milliseconds of a choice on this machine, if latencies are measured
+    OUT/METHOD           selector.json and selector.safetensors, for `--branches OUT/METHOD` and for
+                         a bundle
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
 from ..data.selection import TextPrompts
+from ..fields import number, read_checked
+from ..files import exclusive, sha256, within, write_whole
 from ..runtime.groups import Models, Run
-from ..selector.training import Fitting, Labelling, train_selectors
+from ..runtime.model import Pair
+from ..runtime.prompt import prompt_tokens
+from ..runtime.sampling import Sampling
+from ..runtime.shapes import Shape, parse_shape
+from ..selector.chooser_training import ChooserOptions, time_choice, train_chooser
+from ..selector.contexts import summary
+from ..selector.labels import Labeller, write_labels
+from ..selector.latencies import PACKAGED, read_latencies
+
+METHODS = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
+CHAINS = ("1", "2", "3", "4", "6", "8")
+TREES = ("2x1", "2x2", "2x4", "4x1", "4x2", "4x4", "2x2+2", "4x2+2", "2x4+2", "2x2+4")
+MOST_PROMPT_TOKENS = 384
+TEXT_TOKENS = 64  # of a text that continues one prompt
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Which contexts are labelled, and with which shapes.
+
+    Args:
+        labels: folder for the labels, by default OUT/labels; what is there is used, what was
+            interrupted continued.
+        methods: whose trees are chosen.
+        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and
+            block.
+        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle
+            folder, ...
+        temperatures: of both models; one selector serves them all.
+        every: tokens between two labelled contexts of a text.
+        trees: drawn at a context.
+        unit: texts that are labelled and written together.
+    """
+
+    labels: str | None = None
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    shapes: list[str] = field(default_factory=lambda: [*CHAINS, *TREES])
+    relaxation: str = "none"
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    every: int = 16
+    trees: int = 4
+    unit: int = 16
+
+    def __post_init__(self):
+        within(1, every=self.every, trees=self.trees, unit=self.unit)
 
 
 def select(
     run: Run,
     models: Models = Models(),
-    prompts: TextPrompts = TextPrompts(),
+    texts: TextPrompts = TextPrompts(),
     labelling: Labelling = Labelling(),
-    fitting: Fitting = Fitting(),
+    training: ChooserOptions = ChooserOptions(),
     *,
     latencies: str,
 ) -> None:
-    """Label contexts of a task's training prompts, then train a selector for every method; `out` is
-    the folder for the selectors, one for each method.
+    """Label contexts of a task's training prompts, then train a selector for every method.
 
     Args:
-        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3
-            ms a call.
+        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms
+            a call.
     """
-    train_selectors(run, latencies, models, prompts, labelling, fitting)
+    within(2, prompts=texts.prompts)
+    times, shapes = read_latencies(latencies), parse_shapes(labelling.shapes)
+    run.use_threads()
+    pair, out = models.load(), Path(run.out)
+    with exclusive(out):
+        folders = _label(out, pair, texts, labelling)
+        choosing = 0.0
+        if not times.assumed:
+            file = out / f"choosing-{len(shapes)}x{training.width}.json"
+            choosing = _kept(file, lambda: time_choice(pair, len(shapes), training.width)) / 1e3
+        named = latencies if latencies in PACKAGED else sha256(latencies)
+        settings = {"latencies": named, "seed": texts.seed}
+        for method in labelling.methods:
+            place = out / method
+            rows = train_chooser(place, method, folders, times, training, settings, choosing)
+            print(summary(method, rows), flush=True)
+
+
+def parse_shapes(texts: list[str]) -> tuple[Shape, ...]:
+    """The shapes of these names, each once."""
+    return tuple(dict.fromkeys(map(parse_shape, texts)))
+
+
+def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> list[Path]:
+    """The folders of labels, one for each temperature."""
+    origin = {"task": texts.task, "prompt": texts.prompt, "source": "one prompt"}
+    if texts.prompt:
+        encoded = [prompt_tokens(texts.prompt, pair.tokenizer)] * texts.prompts
+        stop, limit = (), TEXT_TOKENS
+    else:
+        task = texts.load()
+        encoded = [task.encode(row, pair.tokenizer, MOST_PROMPT_TOKENS) for row in task.examples]
+        stop, limit = task.stop, task.max_new_tokens
+        origin["source"] = task.source
+    folders = []
+    for temperature in labelling.temperatures:
+        labeller = Labeller(
+            pair,
+            Sampling(temperature),
+            tuple(labelling.methods),
+            parse_shapes(labelling.shapes),
+            labelling.relaxation,
+            labelling.every,
+            labelling.trees,
+            max_new_tokens=texts.max_new_tokens or limit,
+            stop=stop,
+        )
+        folder = Path(labelling.labels or out / "labels") / f"T={temperature:g}"
+        folders.append(write_labels(folder, labeller, encoded, origin, labelling.unit, texts.seed))
+    return folders
+
+
+def _kept(file: Path, measure: Callable[[], float]) -> float:
+    """The milliseconds in the file. They are measured and written once: a run that continues must
+    not time a choice anew.
+    """
+    if not file.is_file():
+        write_whole(file, json.dumps({"choosing_ms": measure()}) + "\n")
+    remedy = "delete it, and the selectors beside it that were trained with it"
+    return read_checked(file, {"choosing_ms": number(0)}, remedy)["choosing_ms"]

@@ -32,13 +32,15 @@ from diversed.benchmarks.bench_latency import clock_of
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
 from diversed.eval.intervals import percentiles, ratio, resample
-from diversed.runtime.choosers import SCALARS, load_network, parse_shape, read_selector_card
 from diversed.runtime.completion import Request
 from diversed.runtime.drafting import DraftShape
 from diversed.runtime.engine import Engine
 from diversed.runtime.sampling import Sampling
-from diversed.selector.latency import Latencies, read_latencies, simulated
-from diversed.selector.training import GPU, Contexts, SelectorModule, contexts, settled
+from diversed.runtime.shape_network import SCALARS, read_network, read_selector_card
+from diversed.runtime.shapes import Shape, parse_shape
+from diversed.selector.chooser_training import most_likely
+from diversed.selector.contexts import Contexts, read_contexts, settle
+from diversed.selector.latencies import Latencies, read_latencies
 from diversed.verifier.methods import METHODS
 from rich.console import Console
 from rich.progress import track
@@ -73,16 +75,16 @@ def run(
     """
     torch.set_num_threads(work.threads)
     check_confidences(confidences)
-    costs = simulated() if latencies == GPU else read_latencies(latencies)
+    costs = read_latencies(latencies)
     folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
     rows, shapes = [], {}
     for method in methods:
-        card = read_selector_card(Path(selectors) / method)
+        folder = Path(selectors) / method
+        card = read_selector_card(folder)
         settings = card["settings"]
-        known = contexts(folders, method, costs, settings["validation"], settings["seed"])
-        module = SelectorModule(known, 0.0, 0.0, settings["width"])
-        load_network(Path(selectors) / method, module.network)
-        rows += held_out(method, known, *settled(known, module.choice(), card))
+        known = read_contexts(folders, method, costs, settings["validation"], settings["seed"])
+        learned = most_likely(read_network(folder, card), known)
+        rows += held_out(method, known, *settle(known, learned, card))
         for temperature in temperatures:
             base = known.base[known.temperature == temperature][0]
             shapes[method, temperature] = str(known.shapes[int(base)])
@@ -105,7 +107,7 @@ def run(
         for case in cases:
             case.decode(requests[number], clock, keep=number > 0)
     for case in cases:
-        rows += case.rows(costs, measured=latencies != GPU)
+        rows += case.rows(costs, measured=not costs.assumed)
     return rows
 
 
@@ -165,7 +167,7 @@ def _sums(known: Contexts, choice: Tensor, choosing: Tensor, here: Tensor) -> np
     """[3, P] tokens, seconds and steps of every prompt at the contexts `here`."""
     prompts, owner = known.prompt[here].unique(return_inverse=True)
     at = choice[here].unsqueeze(1)
-    steps = 1 / known.efficiency[here].double().gather(1, at)[:, 0]
+    steps = 1 / known.tokens[here].double().gather(1, at)[:, 0]
     seconds = known.cost[here].double().gather(1, at)[:, 0] + steps * choosing[here]
     columns = torch.stack([torch.ones_like(steps), seconds, steps])
     found = torch.zeros(3, len(prompts), dtype=torch.float64)
@@ -315,13 +317,13 @@ class Case:
         return np.array([self.tokens, spent], dtype=np.float64).T
 
 
-def _shape(topology: DraftShape):
+def _shape(topology: DraftShape) -> Shape:
     """The shape that a topology has."""
-    bounds = topology.bounds
-    widths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
-    paths = widths[-1]
-    trunk = widths.count(1) - 1 if paths > 1 else 0
-    return parse_shape(f"{paths}x{len(widths) - 1 - trunk}+{trunk}")
+    widths = [len(level) for level in topology.levels]
+    if widths[-1] == 1:
+        return Shape(1, topology.depth)
+    trunk = widths.count(1) - 1
+    return Shape(widths[-1], topology.depth - trunk, trunk)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
     example.safetensors  a few rows of both models and the gate's logit there: replayed every time the bundle is loaded
     README.md            the card for people, generated from card.json
-    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.selector`)
+    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.shape_network`)
 
 A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are
 compared with the card before any tensor is read.
@@ -23,8 +23,8 @@ from safetensors.torch import save
 
 from ..files import write_whole
 from ..runtime.bundle import FILES, load_bundle, logits_of
-from ..runtime.choosers import FILES as SELECTOR
-from ..runtime.choosers import read_selector_card
+from ..runtime.shape_network import FILES as SELECTOR
+from ..runtime.shape_network import read_selector_card
 from ..verifier.head import WeightHead
 from .card import model_card, with_frontier
 

@@ -19,9 +19,10 @@ from diversed.data.traces import MANIFEST, read_manifest, read_shards
 from diversed.eval.results import read_results
 from diversed.files import read_settings, sha256
 from diversed.runtime.bundle import load_bundle
-from diversed.runtime.choosers import make_selector, parse_shape
+from diversed.runtime.choosers import make_selector
 from diversed.runtime.sampling import Sampling
-from diversed.selector.latency import read_latencies
+from diversed.runtime.shapes import parse_shape
+from diversed.selector.latencies import read_latencies
 from diversed.train.module import _started
 from diversed.verifier import METHODS, DraftTree
 from diversed.verifier.enumerate_laws import Pair, drafts, law_error

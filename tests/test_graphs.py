@@ -99,13 +99,12 @@ def test_every_option_of_a_tree_is_honoured(case):
     same(engine.run(requests(), 4, static=True), engine.run(requests(), 4))
 
 
-CHOSEN = [(method, way) for method in METHODS for way in ("entropy", "network")] + [("gbv", "auto")]
+CHOSEN = [(method, "network") for method in METHODS] + [("gbv", "auto")]
 
 
 def choosing(path: Path, pair, method: str, way: str, relaxation="none", device="cpu", **options) -> Engine:
     """An engine whose selector has several shapes and grows more than one of them."""
-    shapes = "1,3" if METHODS[method].drafting == "chain" else "3,2x2+1"
-    branches = {"auto": "auto", "entropy": f"entropy:1.2,{shapes}"}.get(way) or write_selector(path, pair, method)
+    branches = "auto" if way == "auto" else write_selector(path, pair, method)
     return make_engine(pair, method, relaxation, device, branches=branches, draft_length=2, **options)
 
 
@@ -140,7 +139,7 @@ def test_a_gate_is_not_shown_the_hidden_states_that_a_choice_needs(tmp_path, way
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.8, top_k=5, top_p=0.9)])
-@pytest.mark.parametrize("method, way", [("gbv", "auto"), ("univer", "network"), ("block", "entropy")])
+@pytest.mark.parametrize("method, way", [("gbv", "auto"), ("univer", "network"), ("block", "network")])
 def test_a_tree_is_chosen_at_every_sampling(tmp_path, method, way, sampling):
     engine = choosing(tmp_path, tiny_pair(VOCAB), method, way, "ensemble:0.3", sampling=sampling, relax_leaf=True)
     same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
@@ -238,8 +237,8 @@ def test_no_chosen_step_waits(tmp_path, shadow, method, way):
     relaxation = "ensemble:0.3"
     if way == "network":  # whose weights cannot be read into a device without data
         engine = choosing(tmp_path, tiny_pair(VOCAB), method, way, relaxation)
-        engine.pair, layers = shadow, engine.selector.logits.layers
-        layers[:] = [[part.to("meta") for part in layer] for layer in layers]
+        engine.pair, selector = shadow, engine.selector
+        selector.network, selector.setting = selector.network.to("meta"), selector.setting.to("meta")
     else:
         engine = choosing(tmp_path, shadow, method, way, relaxation)
     for wanted in {False, method in NAMES and METHODS[method].drafting != "paths"}:
@@ -352,7 +351,7 @@ def test_tokens_are_handed_out_one_step_late_and_the_end_is_said_once():
 
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("which", ["target", "draft"])
-@pytest.mark.parametrize("branches", [2, "auto", "entropy:1,2,2x1"])
+@pytest.mark.parametrize("branches", [2, "auto"])
 def test_logits_that_are_not_finite_are_refused_with_the_loops_sentence(which, static, branches):
     modules = {name: module(seed, VOCAB) for seed, name in enumerate(("target", "draft"))}
     modules[which].lm_head.weight.data[3] = torch.nan
@@ -407,7 +406,7 @@ def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method, way", [("block", "entropy"), ("traversal", "network"), ("gbv", "auto")])
+@pytest.mark.parametrize("method, way", [("block", "network"), ("traversal", "network"), ("gbv", "auto")])
 def test_every_shape_that_is_chosen_is_captured_and_gives_the_loops_texts(on_gpu, tmp_path, method, way):
     engine = choosing(tmp_path, on_gpu, method, way, "learned;bias=0.7", "cuda")
     captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)

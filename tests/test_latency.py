@@ -7,8 +7,8 @@ import pytest
 from diversed.benchmarks import bench_latency as latency
 from diversed.benchmarks.timing import record, write
 from diversed.commands.options import call
-from diversed.runtime.choosers import parse_shape
-from diversed.selector.latency import Latencies, read_latencies, simulated, with_rest
+from diversed.runtime.shapes import parse_shape
+from diversed.selector.latencies import Latencies, read_latencies, with_rest
 
 CALLS = Latencies(
     np.array([1, 5]), np.array([0, 100]),
@@ -57,7 +57,8 @@ def test_a_file_without_latencies_is_refused_with_the_command_that_writes_one(tm
             read_latencies(tmp_path / "F.json")
 
 
-def test_the_simulated_pair_costs_what_it_says():
-    found = simulated(target=25, draft=3)
+def test_the_assumed_pair_costs_what_it_says():
+    found = read_latencies("gpu")
+    assert found.assumed and not CALLS.assumed
     assert found.call("target", 1, np.array([0]))[0] == 25 and found.call("draft", 129, np.array([0]))[0] == 6
     assert found.step("gbv", parse_shape("1"), np.array([0]))[0] == pytest.approx(3 + 25 * (1 + 1 / 128))

@@ -12,20 +12,14 @@ from diversed.commands.options import call
 from diversed.commands.select_trees import select
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.choosers import SCALARS, parse_shape
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import load_pair
+from diversed.runtime.shape_network import SCALARS
+from diversed.runtime.shapes import parse_shape
+from diversed.selector.chooser_training import ChooserModule, ChooserOptions, objective, time_choice
+from diversed.selector.contexts import Contexts, compare, read_contexts, settle
 from diversed.selector.labels import read_labels
-from diversed.selector.latency import simulated
-from diversed.selector.training import (
-    Contexts,
-    SelectorModule,
-    choosing_ms,
-    contexts,
-    figures,
-    objective,
-    settled,
-)
+from diversed.selector.latencies import read_latencies
 from diversed.verifier.head import WeightHead
 
 from .support.scripts import script
@@ -56,24 +50,24 @@ def test_the_objective_is_the_mean_log_gain_and_the_worst_tenth():
 
 def test_the_gain_is_expected_tokens_over_expected_time_over_the_base_shapes():
     known = told()
-    module = SelectorModule(known, 1e-3, 1.0, 64).eval()
+    module = ChooserModule(known, ChooserOptions(lr=1e-3, width=64)).eval()
     index = torch.arange(10)
     share = module.logits(index).softmax(-1)
     for row in range(10):
-        rate = (share[row] @ known.efficiency[row]) / (share[row] @ known.seconds[row])
-        base = known.efficiency[row, 1] / known.seconds[row, 1]
+        rate = (share[row] @ known.tokens[row]) / (share[row] @ known.seconds[row])
+        base = known.tokens[row, 1] / known.seconds[row, 1]
         torch.testing.assert_close(module.gain(index)[row], rate / base)
 
 
 def test_a_network_that_was_not_trained_grows_the_base_shape_everywhere():
     known = told()
-    assert (SelectorModule(known, 1e-3, 1.0, 64).choice() == known.base).all()
+    assert (ChooserModule(known, ChooserOptions(lr=1e-3, width=64)).choice() == known.base).all()
 
 
 def test_training_tells_contexts_apart_that_differ():
     known = told()
-    module = SelectorModule(known, 3e-3, 1.0, 64)
-    (before,) = figures(known, known.base)
+    module = ChooserModule(known, ChooserOptions(lr=3e-3, width=64))
+    (before,) = compare(known, known.base)
     assert before["base"] == before["selector"] < 0.9 * before["ideal"]
     optimizer, index = module.configure_optimizers(), (~known.held).nonzero().squeeze(1)
     module.train()
@@ -82,7 +76,7 @@ def test_training_tells_contexts_apart_that_differ():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    (after,) = figures(known, module.choice())
+    (after,) = compare(known, module.choice())
     # on held-out contexts; the rest are those close to the border, of which 450 for training say little
     assert after["selector"] > 0.94 * after["ideal"] > 1.1 * after["base"]
 
@@ -91,18 +85,18 @@ def test_the_base_shape_stays_where_choosing_takes_more_than_it_gains():
     """The long shape takes 2 seconds and gives 4 tokens where it is right, else 1; the short one gives 1 in 1."""
     known = told()
     ideal = known.cost.argmin(1)
-    (free,) = figures(known, ideal)
-    (cheap,) = figures(known, ideal, choosing=0.1)
-    (dear,) = figures(known, ideal, choosing=1.0)
+    (free,) = compare(known, ideal)
+    (cheap,) = compare(known, ideal, choosing=0.1)
+    (dear,) = compare(known, ideal, choosing=1.0)
     assert not free["constant"] and not cheap["constant"] and dear["constant"]
     assert free["ideal"] == free["selector"] > cheap["selector"] > dear["selector"] == dear["base"]
     long = known.hidden[0][known.held, 0] > 0
     assert cheap["selector"] == pytest.approx(1 / torch.where(long, 2.1 / 4, 1.1).mean().item(), rel=1e-5)
-    (same,) = figures(known, known.base)
+    (same,) = compare(known, known.base)
     assert same["constant"], "what chooses the base shape everywhere need not choose"
     for constant, expected, seconds in ((True, known.base, 0.0), (False, ideal, 0.1)):
         card = {"bases": [{"temperature": 1.0, "constant": constant}], "choosing_ms": 100.0}
-        choice, taken = settled(known, ideal, card)
+        choice, taken = settle(known, ideal, card)
         assert torch.equal(choice, expected) and torch.equal(taken, torch.full((len(ideal),), seconds))
 
 
@@ -126,7 +120,7 @@ def test_a_selector_that_says_so_grows_the_base_shape_and_looks_at_nothing(selec
 
 def test_the_time_of_a_choice_is_measured():
     pair = load_pair("sums-target", "sums-draft")
-    assert 0 < choosing_ms(pair, 4, 24) < 1000
+    assert 0 < time_choice(pair, 4, 24) < 1000
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +166,7 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
     capsys.readouterr()
     for path in written:
         path.unlink()
-    monkeypatch.setattr("diversed.selector.training.choosing_ms", lambda *_: 1e6)
+    monkeypatch.setattr("diversed.commands.select_trees.time_choice", lambda *_: 1e6)
     call(select, out=str(tmp_path / "out"), **options)
     assert {path: path.read_bytes() for path in written} == written
     card = json.loads((tmp_path / "out" / "block" / "selector.json").read_text())
@@ -183,7 +177,7 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
     assert "block at T=1:" in capsys.readouterr().out
     for damaged in ("{", '{"choosing_ms": -1}', '{"choosing_ms": null}', "[]"):
         kept.write_text(damaged)
-        with pytest.raises(ValueError, match="is damaged: delete it"):
+        with pytest.raises(ValueError, match="is damaged .*; delete it"):
             call(select, out=str(tmp_path / "out"), **options)
     (tmp_path / "out" / "block" / "selector.json").write_text("{")
     kept.unlink()
@@ -194,8 +188,8 @@ def test_a_run_with_measured_latencies_continues_with_the_time_it_measured(selec
 def test_the_base_is_the_best_constant_shape_of_each_temperature_on_the_training_prompts(selected):
     out, _ = selected
     folders = [out / "labels" / f"T={t:g}" for t in (1.0, 0.5)]
-    known = contexts(folders, "traversal", simulated())
-    assert known.efficiency.shape == (len(known.base), 3) and known.held.any() and not known.held.all()
+    known = read_contexts(folders, "traversal", read_latencies("gpu"))
+    assert known.tokens.shape == (len(known.base), 3) and known.held.any() and not known.held.all()
     for temperature in (0.5, 1.0):
         here = (known.temperature == temperature) & ~known.held
         rates = [known.rate(torch.full_like(known.base, shape), here) for shape in range(3)]
@@ -241,7 +235,7 @@ def test_an_entropy_threshold_is_the_best_of_its_kind_on_the_training_contexts()
     scalars = known.scalars.clone()
     scalars[:, SCALARS.index("root_entropy")] = -known.hidden[0][:, 0]
     informed = replace(known, scalars=scalars)
-    ideal, held = (known.efficiency / known.seconds).argmax(1), known.held
+    ideal, held = (known.tokens / known.seconds).argmax(1), known.held
     found = informed.rate(trees.entropy_choice(informed, 1.0), held)
     assert 0.95 * known.rate(ideal, held) < found <= known.rate(ideal, held)
     # of noise it keeps what is best always
@@ -280,7 +274,7 @@ def test_a_chain_that_ends_by_confidence_is_priced_by_the_steps_that_it_took(sel
     assert ended["low"] <= ended["value"] <= ended["high"] and ended["vs"]
     per_call = found["T=1 block confidence 0.9", "tokens/call"]["value"]
     assert 1 < per_call <= 9
-    longest = simulated().step("block", parse_shape("8"), torch.zeros(1).numpy())[0]
+    longest = read_latencies("gpu").step("block", parse_shape("8"), torch.zeros(1).numpy())[0]
     assert ended["value"] > 1e3 * per_call / longest, "every step would be as long as the chain may grow"
 
 

@@ -6,18 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from diversed.runtime.choosers import (
-    FILES,
-    SCALARS,
-    LearnedSelector,
-    ShapeNetwork,
-    parse_shape,
-    row_scalars,
-    row_sums,
-)
+from diversed.runtime.choosers import LearnedSelector
 from diversed.runtime.completion import Completion, Request
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.sampling import Sampling
+from diversed.runtime.shape_network import FILES, SCALARS, ShapeNetwork, row_scalars
+from diversed.runtime.shapes import parse_shape
 from diversed.verifier.enumerate_laws import drafts, model_law, random_pair, text_law
 from diversed.verifier.law import DraftTree
 from diversed.verifier.methods import METHODS
@@ -81,16 +75,6 @@ def test_a_network_that_chooses_the_tree_keeps_the_law(folder, method):
     texts = list(engine.run({i: Request(prompt, i, LENGTH) for i in range(TEXTS // 10)}, 100).values())
     assert len(set(chosen)) > 2, "one shape or two would prove little"
     assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
-
-
-def test_an_entropy_that_chooses_the_tree_keeps_the_law():
-    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
-    texts = decode(
-        pair, [prompt] * (TEXTS // 10), method="specinfer", branches="entropy:0.6,2,2x1+1", relax_leaf=True, batch=20,
-        max_new_tokens=LENGTH,
-    )  # fmt: skip
-    assert chi_squared(texts, relaxed_law(pair, prompt, "none", LENGTH)) > 1e-5
-    assert {tuple(c.drafted_by_depth) for c in texts} > {(1, 1)}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -199,19 +183,6 @@ def test_a_selector_sees_both_models_at_the_token_before_the_root_and_the_draft_
         torch.testing.assert_close(states[0], draft.hidden_states[-1][0, root - 1 :], atol=1e-4, rtol=1e-4)
 
 
-def test_the_folded_network_is_the_network():
-    pair = tiny_pair(11)
-    net, x = network(pair), [torch.randn(50, 16) for _ in range(3)]
-    for part in (*net.norms, *net.sides):
-        part.weight.data.normal_()
-        part.bias.data.normal_()
-    rows, facts, place = torch.randn(3, 50, 9).softmax(-1), torch.randn(4, 5), torch.arange(50) % 4
-    # float32 sums of 400 terms of size 1, in another order
-    found = net.folded(facts.tolist())(x, row_sums(*rows), place)
-    wanted = net(x, torch.cat([row_scalars(*rows), facts[place]], 1))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_the_scalars_of_rows_are_what_they_are_called():
     target, draft, root = torch.rand(3, 4, 9, dtype=torch.float64).softmax(-1)
     kl = torch.nn.functional.kl_div
@@ -239,8 +210,7 @@ def test_a_shape_is_read_and_written(text, shape):
         ("traversal", "2x0", "a shape is written"),
         ("traversal", "99999999", "a shape is written"),
         ("traversal", "9x999", "more than 512 nodes"),
-        ("traversal", "entropy:low,2,3", "written entropy:NATS,SHAPE,SHAPE"),
-        ("traversal", "entropy:1.0,2", "written entropy:NATS,SHAPE,SHAPE"),
+        ("traversal", "entropy:1.2,6,3x2", "entropy is not offered any more; use confidence:0.5,8"),
         ("token", "confidence:0.5", "written confidence:PROBABILITY,TOKENS"),
         ("token", "confidence:0,8", "written confidence:PROBABILITY,TOKENS"),
         ("token", "confidence:nan,8", "written confidence:PROBABILITY,TOKENS"),
@@ -266,17 +236,17 @@ def test_a_name_that_chooses_nothing_is_refused_in_one_sentence(method, branches
         ({"draft": {"name": "x", "hash": "other", "hidden_size": 16}}, "trained for draft other"),
         ({"format": 9}, "has format 9, this version reads 1"),
         ({"latency": {}}, "is damaged .*run `diversed select` again"),
-        ({"latency": {"step": 64, "draft": [1.0], "target": []}}, "do not belong together"),
-        ({"latency": {"step": 0.5, "draft": [1.0], "target": [1.0]}}, "do not belong together"),
+        ({"latency": {"step": 64, "draft": [1.0, 2.0], "target": [1.0]}}, "do not belong together"),
+        ({"latency": {"step": 0.5, "draft": [1.0], "target": [1.0]}}, "`latency.step` must be a whole number"),
         ({"bases": [{"temperature": 1.0, "top_p": 1.0, "shape": "9"}]}, "a base is none of its shapes"),
         ({"shapes": [3]}, "is damaged"),
-        ({"bases": [BASE | {"constant": "yes"}]}, "a base is none of its shapes"),
-        ({"bases": [BASE | {"constant": 1}]}, "a base is none of its shapes"),
+        ({"bases": [BASE | {"constant": "yes"}]}, "`bases` 0: `constant` must be true or false"),
+        ({"bases": [BASE | {"constant": 1}]}, "`bases` 0: `constant` must be true or false"),
         ({"bases": [BASE | {"temperature": 10**400}]}, "is damaged"),
-        ({"choosing_ms": float("nan")}, "a latency is no time"),
+        ({"choosing_ms": float("nan")}, "`choosing_ms` must be a number"),
         ({"choosing_ms": None}, "is damaged"),
-        ({"figures": []}, "it has no settings or figures"),
-        ({"settings": {}}, "it has no settings or figures"),
+        ({"figures": []}, "`figures` must be a list of objects, at least 1"),
+        ({"settings": {}}, "`settings.width` is missing"),
         ({"shapes": ["2x1"]}, "holds float32 tensors"),
     ],
 )

@@ -1,13 +1,15 @@
-"""Labels of contexts: the block efficiency of every tree shape against enumeration over the same models."""
+"""Labels of contexts: the tokens per step of every tree shape against enumeration over the same models."""
 
 import math
 import sys
 
 import pytest
 import torch
-from diversed.runtime.choosers import row_scalars
 from diversed.runtime.sampling import Sampling
-from diversed.selector.labels import Comb, ShapeGatherer, gather_shapes, read_labels, shapes_of
+from diversed.runtime.shape_network import row_scalars
+from diversed.runtime.shapes import parse_shape
+from diversed.selector.labels import Labeller, read_labels, write_labels
+from diversed.selector.supertree import Supertree
 from diversed.verifier import METHODS
 from diversed.verifier.enumerate_laws import Pair, mean_length
 from diversed.verifier.law import DraftTree
@@ -16,14 +18,14 @@ from diversed.verifier.tree import chain
 
 from .support.models import rows_after, tiny_pair
 
-SHAPES = shapes_of(["1", "2", "3", "2x1", "2x1+1", "2x2", "3x1"])
+SHAPES = tuple(map(parse_shape, ["1", "2", "3", "2x1", "2x1+1", "2x2", "3x1"]))
 NAMES = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
 VOCAB = 4
 
 
-def gatherer(**options) -> ShapeGatherer:
+def labeller(**options) -> Labeller:
     given = {"methods": NAMES, "shapes": SHAPES, "every": 4, "trees": 2, "max_new_tokens": 12} | options
-    return ShapeGatherer(tiny_pair(VOCAB, end=False), Sampling(), **given)
+    return Labeller(tiny_pair(VOCAB, end=False), Sampling(), **given)
 
 
 def enumerated(pair, context: list[int], relaxation: str) -> tuple[Pair, Pair]:
@@ -37,11 +39,11 @@ def enumerated(pair, context: list[int], relaxation: str) -> tuple[Pair, Pair]:
 
 
 @pytest.mark.parametrize("relaxation", ["none", "ensemble:0.4"])
-def test_the_mean_over_combs_is_the_exact_efficiency_of_every_method_and_shape(relaxation):
-    """One root, 3,000 combs: five standard errors of a mean whose summands lie in [1, depth + 1]."""
-    made = gatherer(relaxation=relaxation, trees=3000, rows=3000, max_new_tokens=6, every=8)
+def test_the_mean_over_supertrees_is_the_exact_tokens_per_step_of_every_method_and_shape(relaxation):
+    """One root, 3,000 supertrees: five standard errors of a mean whose summands lie in [1, depth + 1]."""
+    made = labeller(relaxation=relaxation, trees=3000, rows=3000, max_new_tokens=6, every=8)
     found = made.run({0: [2, 3, 2]}, seed=1)
-    sampler = gatherer(relaxation=relaxation, max_new_tokens=6, every=8).run({0: [2, 3, 2]}, seed=1)
+    sampler = labeller(relaxation=relaxation, max_new_tokens=6, every=8).run({0: [2, 3, 2]}, seed=1)
     assert found["length"].tolist() == [3] == sampler["length"].tolist()
     context = text_of(made, [2, 3, 2])[:4]
     pair = enumerated(made.pair, context, relaxation)
@@ -65,7 +67,7 @@ def gate(tokenizer):
 def test_with_a_gate_the_labels_are_those_of_the_relaxed_rows(monkeypatch):
     monkeypatch.setitem(sys.modules, "gates", sys.modules[__name__])
     ours, theirs, exact = (
-        gatherer(relaxation=relaxation).run({0: [2, 3, 2], 5: [3, 1]}, seed=2)["efficiency"]
+        labeller(relaxation=relaxation).run({0: [2, 3, 2], 5: [3, 1]}, seed=2)["efficiency"]
         for relaxation in ("gates:gate", "ensemble:0.4", "none")
     )
     torch.testing.assert_close(ours, theirs)
@@ -80,7 +82,7 @@ def text_of(made, prompt):
 
 
 def test_contexts_hold_what_both_models_say_there():
-    made = gatherer()
+    made = labeller()
     found = made.run({0: [2, 3, 2]}, seed=1)
     text = text_of(made, [2, 3, 2])
     assert found["length"].tolist() == [3, 7, 11]
@@ -103,37 +105,38 @@ def test_contexts_hold_what_both_models_say_there():
 
 
 @pytest.mark.parametrize("drafting", ["paths", "without_replacement", "greedy"])
-def test_every_shape_is_a_part_of_the_comb(drafting):
-    shapes = shapes_of(["3x2", "2x3", "4x1+2", "2x2+1", *(["4"] if drafting == "paths" else [])])
-    comb = Comb(drafting, shapes)
+def test_every_shape_is_a_part_of_the_supertree(drafting):
+    chains = ["4"] if drafting == "paths" else []
+    shapes = tuple(map(parse_shape, ["3x2", "2x3", "4x1+2", "2x2+1", *chains]))
+    supertree = Supertree(drafting, shapes)
     for shape in shapes:
-        nodes = comb.part(shape)
-        parents = tuple(nodes.index(comb.topology.parents[node]) if node else -1 for node in nodes)
+        nodes = supertree.part(shape)
+        parents = tuple(nodes.index(supertree.topology.parents[node]) if node else -1 for node in nodes)
         assert parents == shape.grow(drafting).parents and len(set(nodes)) == len(nodes)
-    covered = {node for shape in shapes for node in comb.part(shape)}
-    assert covered == set(range(comb.topology.nodes))
+    covered = {node for shape in shapes for node in supertree.part(shape)}
+    assert covered == set(range(supertree.topology.nodes))
 
 
-def test_gathering_continues_with_the_same_bytes_and_refuses_other_settings(tmp_path):
+def test_labelling_continues_with_the_same_bytes_and_refuses_other_settings(tmp_path, monkeypatch):
+    prompts = [[2, 3, number % VOCAB] for number in range(5)]
+
     def run(folder, **options):
-        made = gatherer(**options)
-        return gather_shapes(tmp_path / folder, made, lambda i: [2, 3, i % VOCAB], 5, {"task": "words"}, unit=2)
+        return write_labels(tmp_path / folder, labeller(**options), prompts, {"task": "words"}, unit=2)
 
     class Killed(Exception):
         pass
 
-    whole = run("whole")
-    made = gatherer()
-    calls = []
+    whole, label = run("whole"), Labeller.run
 
-    def encode(number):
-        if number > 3:
+    def killed(made, chosen, seed):
+        if 4 in chosen:
             raise Killed
-        calls.append(number)
-        return [2, 3, number % VOCAB]
+        return label(made, chosen, seed)
 
+    monkeypatch.setattr(Labeller, "run", killed)
     with pytest.raises(Killed):
-        gather_shapes(tmp_path / "part", made, encode, 5, {"task": "words"}, unit=2)
+        run("part")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="incomplete"):
         read_labels(tmp_path / "part")
     run("part")
@@ -142,7 +145,7 @@ def test_gathering_continues_with_the_same_bytes_and_refuses_other_settings(tmp_
     }
     labels, manifest = read_labels(whole)
     assert labels["prompt"].unique().tolist() == [0, 1, 2, 3, 4] and manifest["shapes"][0] == "1"
-    with pytest.raises(ValueError, match="was labelled with trees 2, now it is 3"):
+    with pytest.raises(ValueError, match="was begun with trees 2, now it is 3"):
         run("whole", trees=3)
     (whole / "shard-00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="missing or damaged; run `diversed select` again"):
