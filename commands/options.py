@@ -27,6 +27,7 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 
 from ..files import nearest
 from . import settings
+from .table import command
 
 OPTION = re.compile(r"--[\w.]+\+?(=.*)?", re.DOTALL)
 
@@ -125,13 +126,12 @@ def take_configs(args: list[str]) -> tuple[list[str], list[settings.File]]:
 
 def check_sections(files: list[settings.File], done: Iterable[str]) -> None:
     """Refuse unknown keys in the sections of other commands: a typo should not wait for its stage."""
-    from .table import COMMANDS, command
-
-    sections = {section for file in files for section in file.sections}
-    for section in COMMANDS:
-        if section in sections and section not in done and takes_options(command(section)):
-            names = option_names(make_parser(command(section), section))
-            settings.chosen([file.only(section) for file in files], section, names)
+    for file in files:
+        for section, own in file.values.items():
+            other = settings.is_section(section, own) and own and section not in done
+            if other and takes_options(command(section)):
+                names = option_names(make_parser(command(section), section))
+                settings.select({section: own}, section, names, file.name)
 
 
 def takes_options(function: Callable) -> bool:
@@ -218,23 +218,27 @@ def _kind(parser: ArgumentParser, option: str, name: str) -> Any:
     raise ValueError(f"`{option}` is not an option of `diversed {name}`{nearest(option, names)}")
 
 
+# What jsonargparse complains of, and what is said.
+REFUSALS = {
+    r"unrecognized arguments: (.+)": (
+        "`{what}` is not understood by `diversed {name}`; options are written --name value"
+    ),
+    r"argument (--[^\s,]+)\S*: expected one argument": "`{what}` needs a value",
+    r'Parser key "([^"]+)": Unable to load config': (
+        "`{what}` is a group of options, written --{what}.NAME value; --help lists them"
+    ),
+}
+
+
 def explain(error: ArgumentError, parser: ArgumentParser, name: str) -> str:
     """jsonargparse's complaint as one sentence."""
     message = " ".join(str(error).split())
     if found := re.search(r"arguments are required: (.+)", message):
         needed = ", ".join(f"--{key.strip()}" for key in found[1].split(","))
         return f"`diversed {name}` needs {needed}"
-    if found := re.search(r"unrecognized arguments: (.+)", message):
-        return (
-            f"`{found[1]}` is not understood by `diversed {name}`; options are written --name value"
-        )
-    if found := re.search(r"argument (--\S+): expected one argument", message):
-        return f"`{found[1].rstrip(',')}` needs a value"
-    if found := re.search(r'Parser key "([^"]+)": Unable to load config', message):
-        return (
-            f"`{found[1]}` is a group of options, written --{found[1]}.NAME value; --help lists"
-            " them"
-        )
+    for complaint, words in REFUSALS.items():
+        if found := re.search(complaint, message):
+            return words.format(what=found[1], name=name)
     typed = re.search(r'Parser key "([^"]+)": .*(?:Got|Given) value:(.*)', message)
     action = parser._option_string_actions.get(f"--{typed[1]}") if typed else None
     kind = getattr(action, "_typehint", None)

@@ -178,11 +178,12 @@ def _parser() -> ArgumentParser:
 def _from_files(files: list[settings.File], names: list[str]) -> dict[str, Any]:
     """What the settings files say: the section `run`, and what every stage takes, under its name."""
     own = [name for name in names if name.split(".")[0] not in DECIDED]
-    values = settings.chosen([file.only("run") for file in files], "run", own)
+    sections = [replace(file, values={"run": file.values.get("run")}) for file in files]
+    values = settings.chosen(sections, "run", own)
+    # A section `run` tells a file of several commands from one of training alone.
+    whole = [replace(file, values={"run": None, **file.values}) for file in files]
     for stage in DECIDED:
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{stage}.")]
-        # A section `run` tells a file of several commands from one of training alone.
-        whole = [replace(file, values={"run": None, **file.values}) for file in files]
         values[stage] = settings.chosen(whole, stage, inner)
     values["train"] = settings.merge(LATER, values["train"])
     check_sections(files, ["run", *DECIDED])

@@ -48,16 +48,6 @@ class File:
     stem: str
     values: dict
 
-    @property
-    def sections(self) -> list[str]:
-        """The commands that the file has a section with options for."""
-        return [key for key, value in self.values.items() if is_section(key, value) and value]
-
-    def only(self, section: str) -> File:
-        """The file with one section alone."""
-        kept = {section: self.values[section]} if section in self.sections else {}
-        return File(self.name, self.stem, kept)
-
 
 def read(name: str) -> File:
     """The file behind `--config name`."""
@@ -123,33 +113,36 @@ def chosen(files: list[File], command: str, options: Iterable[str]) -> dict:
 def select(values: Mapping, command: str, options: Iterable[str], file: str) -> dict:
     """What `command` takes from a file: the shared keys it has, over them its own section.
 
-    options: every option of the command, nested ones as `sampling.temperature`. file: its name.
+    options: every option of the command, nested ones as `sampling.temperature`, and every group of
+        them as `sampling`. file: its name.
     """
     options = set(options)
     values = _of_training(values) if command == "train" else values
-    top = {key: value for key, value in values.items() if not is_section(key, value)}
-    for key, value in top.items():
-        if key in COMMANDS and not _accepts(options, key):
+    shared = {key: value for key, value in values.items() if not is_section(key, value)}
+    for key in shared:
+        if key in options or key in SHARED:
+            continue
+        if key in COMMANDS:
             raise ValueError(
-                f"section `{key}` of {file} must hold options, one a line, got {value!r}"
+                f"section `{key}` of {file} must hold options, one a line, got {values[key]!r}"
             )
-        if not _accepts(options, key) and key not in SHARED:
-            known = options | set(SHARED) | set(COMMANDS)
-            raise ValueError(f"`{key}` at the top of {file} is not an option{nearest(key, known)}")
-    taken = {key: value for key, value in top.items() if _accepts(options, key)}
+        known = options | set(SHARED) | set(COMMANDS)
+        raise ValueError(f"`{key}` at the top of {file} is not an option{nearest(key, known)}")
     own = values.get(command) if is_section(command, values.get(command)) else None
+    taken = {key: value for key, value in shared.items() if key in options}
     taken = merge(taken, own or {})
     where = f"in section `{command}` of {file}" if own else f"in {file}"
+    groups = {option.rpartition(".")[0] for option in options}
+    mappings = options - groups  # an option may be a mapping, such as `model.init_args`
     for key in flatten(taken):
-        if not _accepts(options, key) and not _inside_leaf(options, key):
+        if key in groups:
+            inside = min(option for option in options if option.startswith(f"{key}."))
+            raise ValueError(
+                f"`{key}` {where} must hold options such as {inside}, one a line, got no such lines"
+            )
+        if key not in options and mappings.isdisjoint(_above(key)):
             raise ValueError(
                 f"`{key}` {where} is not an option of `diversed {command}`{nearest(key, options)}"
-            )
-        inside = sorted(option for option in options if option.startswith(f"{key}."))
-        if inside:
-            raise ValueError(
-                f"`{key}` {where} must hold options such as {inside[0]}, one a line, got no such"
-                " lines"
             )
     return taken
 
@@ -189,13 +182,7 @@ def flatten(values: Mapping, prefix: str = "") -> list[str]:
     return keys
 
 
-def _accepts(options: set[str], key: str) -> bool:
-    return key in options or any(option.startswith(f"{key}.") for option in options)
-
-
-def _inside_leaf(options: set[str], key: str) -> bool:
-    """Whether `key` lies in an option that is itself a mapping (`model.init_args.x` in `model`)."""
-    parents = key.split(".")[:-1]
-    leaves = {".".join(parents[: depth + 1]) for depth in range(len(parents))}
-    mappings = {option for option in options if option in leaves}
-    return any(not any(o.startswith(f"{leaf}.") for o in options) for leaf in mappings)
+def _above(key: str) -> list[str]:
+    """The keys that `key` lies in: of `a.b.c`, `a` and `a.b`."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
