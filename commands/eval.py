@@ -2,7 +2,7 @@
 held-out prompts.
 
 OUT/results.jsonl holds one line a text with everything the figures are computed from; see `sweep`.
-Under the table stands what the comparison ends in, for every learned point; see `statement`.
+Under the table stands what the comparison ends in, for every learned point; see `eval.comparison`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..data.selection import SplitPrompts
 from ..eval import dry_run as dry
 from ..eval.comparison import every_statement
 from ..eval.grid import Grid, prepare
-from ..eval.results import RESULTS, read_results
+from ..eval.results import read_results
 from ..eval.results_table import report
 from ..eval.sweep import Sweep
 from ..files import exclusive
@@ -40,13 +40,14 @@ def evaluate(
     if dry_run:
         dry.tell(sweep)
         return
-    with exclusive(sweep.place):
+    alone = sweep.folder.num_shards == 1
+    with sweep.folder.held():
         sweep.begin()
         sweep.decode()
-        if sweep.num_shards == 1:
+        if alone:
             sweep.merge()
             _tell(sweep)
-    if sweep.num_shards > 1:
+    if not alone:
         _finish(sweep)
 
 
@@ -55,25 +56,20 @@ def _finish(sweep: Sweep) -> None:
     if not sweep.complete():
         print(
             f"{sweep.file}: this part is complete; the last process to finish writes"
-            f" {sweep.folder / RESULTS}"
+            f" {sweep.results}"
         )
         return
     try:
-        with exclusive(sweep.folder):
+        with exclusive(sweep.folder.path):
             sweep.merge()
             _tell(sweep)
     except BlockingIOError:
         # Two ended at the same moment: whoever holds the folder has seen the same results and
         # writes them.
-        print(
-            f"{sweep.file}: this part is complete; another process is writing"
-            f" {sweep.folder / RESULTS}"
-        )
+        print(f"{sweep.file}: this part is complete; another process is writing {sweep.results}")
 
 
 def _tell(sweep: Sweep) -> None:
-    report(sweep.folder)
-    for statement in every_statement(
-        read_results(sweep.folder / RESULTS), sweep.settings["chosen"]
-    ):
+    report(sweep.folder.path)
+    for statement in every_statement(read_results(sweep.results), sweep.settings["chosen"]):
         print(statement)

@@ -11,6 +11,7 @@ from ..files import sha256, within
 from ..runtime.engine import Engine, check_prompts
 from ..runtime.groups import Models, SharedRun
 from ..runtime.sampling import Sampling
+from .results import SETTINGS
 from .sweep import Cell, Sweep, every_cell
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
@@ -59,7 +60,7 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
     together.
     """
     within(1, batch=batch)
-    num_shards, shard_index = run.share()
+    folder = run.folder(SETTINGS)
     cells = grid.cells()
     run.use_threads()
     pair = models.load()
@@ -96,8 +97,7 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
         "chosen": grid.chosen,
         "heads": _heads(engines.values()),
     }
-    given = (Path(run.out), cells, engines, task, encoded, new_tokens, batch, settings)
-    return Sweep(*given, num_shards, shard_index)
+    return Sweep(folder, cells, engines, task, encoded, new_tokens, batch, settings)
 
 
 def _heads(engines: Iterable[Engine]) -> dict[str, str]:

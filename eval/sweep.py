@@ -11,32 +11,21 @@ results.jsonl, whose bytes are those of a single process but for the measured se
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from ..data.tasks import Task
-from ..files import read_settings, within, write_whole
+from ..files import Folder, Progress, cut_units, within, write_whole
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse
 from .results import RESULTS, SETTINGS, read_results
-from .scoring import PositionSums, score_positions
+from .scoring import score_positions
 
 
 class Cell(NamedTuple):
@@ -88,6 +77,10 @@ def every_cell(
     return list(dict.fromkeys(cells))
 
 
+COMPLETION = ("text", "tokens", "finished", "drafted", "accepted", "target_calls", "draft_calls")
+COMPLETION += ("drafted_by_depth", "accepted_by_depth", "substitutions")
+
+
 @dataclass
 class Sweep:
     """What is to be decoded, and where to.
@@ -97,7 +90,7 @@ class Sweep:
     settings: all that decides the texts besides a cell, for SETTINGS.
     """
 
-    folder: Path
+    folder: Folder
     cells: list[Cell]
     engines: dict[Cell, Engine]
     task: Task
@@ -105,53 +98,67 @@ class Sweep:
     new_tokens: int
     batch: int
     settings: dict[str, Any]
-    num_shards: int = 1
-    shard_index: int = 0
 
     @property
-    def share(self) -> str:
-        """This process among all of them, in file names."""
-        return f"{self.shard_index}-of-{self.num_shards}"
-
-    @property
-    def place(self) -> Path:
-        """The folder that this process locks."""
-        return self.folder if self.num_shards == 1 else self.folder / f".worker-{self.share}"
+    def results(self) -> Path:
+        """The file that holds everything in the end."""
+        return self.folder.path / RESULTS
 
     @property
     def file(self) -> Path:
         """What this process appends to."""
-        return self.folder / (RESULTS if self.num_shards == 1 else f"results.{self.share}.jsonl")
+        if self.folder.num_shards == 1:
+            return self.results
+        return self.folder.path / f"results.{self.folder.share}.jsonl"
 
     @property
     def units(self) -> list[range]:
-        count = len(self.prompts)
-        return [
-            range(start, min(start + self.batch, count)) for start in range(0, count, self.batch)
-        ]
+        return cut_units(len(self.prompts), self.batch)
 
     def begin(self) -> None:
         """Refuse a folder that was begun with other settings, naming the first; else write them
         down.
         """
-        path = self.folder / SETTINGS
-        settings = json.loads(json.dumps(self.settings))
-        if path.is_file():
-            settings = _merged(read_settings(path), settings, self.folder)
-        elif self.files():
+        with self.folder.turn():
+            before, now = self.folder.begun(), json.loads(json.dumps(self.settings))
+            if not before and self.files():
+                raise ValueError(
+                    f"{self.folder.path} holds {self.files()[0].name} but no {SETTINGS}; choose"
+                    " another --out, or delete the folder"
+                )
+            if before:
+                now = self._continued(before, now)
+            write_whole(self.folder.path / SETTINGS, json.dumps(now, indent=2) + "\n")
+
+    def _continued(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a folder that is continued: those it was begun with, and every head that
+        was used.
+        """
+        path = self.folder.path
+        for name in ("heads", "sampling"):
+            if not isinstance(before.get(name), dict):
+                raise ValueError(
+                    f"{path / SETTINGS} is damaged (it lists no {name}); choose another --out or"
+                    " delete the folder"
+                )
+        heads = before["heads"] | now.pop("heads")
+        if changed := [head for head, value in before["heads"].items() if heads[head] != value]:
             raise ValueError(
-                f"{self.folder} holds {self.files()[0].name} but no {SETTINGS}; choose another"
-                " --out, or delete the folder"
+                f"{path} holds results of another head under the name {changed[0]}; choose another"
+                " --out or delete the folder"
             )
-        self._write(path, json.dumps(settings, indent=2) + "\n")
+        chosen = now.pop("chosen")
+        # A record of an older version does not say its temperature and draft length: they are those
+        # of the beginning.
+        now["sampling"]["temperature"] = before["sampling"].get("temperature")
+        now["draft_length"] = before.get("draft_length")
+        self.folder.refuse_others(before, now)
+        return now | {"chosen": chosen, "heads": heads}
 
     def files(self) -> list[Path]:
         """Every file of results in the folder, the whole first."""
-        whole = self.folder / RESULTS
-        return [
-            *([whole] if whole.is_file() else []),
-            *sorted(self.folder.glob("results.*-of-*.jsonl")),
-        ]
+        parts = sorted(self.folder.path.glob("results.*-of-*.jsonl"))
+        return [path for path in (self.results, *parts) if path.is_file()]
 
     def decode(self, cells: list[Cell] | None = None) -> None:
         """Append the lines of every unit of this process that no file holds as a whole; `cells` are
@@ -159,30 +166,23 @@ class Sweep:
         """
         if self.file.is_file():
             self._drop_halves()
-        cells = self.cells if cells is None else cells
         done = self.whole_units()
-        mine = self.units[self.shard_index :: self.num_shards]
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("texts"),
-        )
-        with Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-        ) as progress:
-            bar = progress.add_task("", total=len(cells) * sum(map(len, mine)), completed=0)
-            for cell in cells:
-                progress.update(bar, description=_words(cell))
-                missing = [unit for unit in mine if (cell, unit.start) not in done]
-                progress.advance(bar, sum(map(len, mine)) - sum(map(len, missing)))
-                if missing:
-                    self._warm(cell, missing[0])
-                for unit in missing:
+        mine = self.folder.share_of(self.units)
+        missing = {
+            cell: [unit for unit in mine if (cell, unit.start) not in done]
+            for cell in (self.cells if cells is None else cells)
+        }
+        total = len(missing) * sum(map(len, mine))
+        left = sum(len(unit) for units in missing.values() for unit in units)
+        with Progress("texts", total, total - left) as progress:
+            for cell, units in missing.items():
+                if units:
+                    self._warm(cell, units[0])
+                for unit in units:
                     lines = [json.dumps(record) + "\n" for record in self.records(cell, unit)]
                     with open(self.file, "a", encoding="utf-8") as file:
                         file.write("".join(lines))
-                    progress.advance(bar, len(unit))
+                    progress.add(len(unit), what=f"{_words(cell)}, texts")
 
     def whole_units(self) -> set[tuple[Cell, int]]:
         """(cell, first prompt) of the units that some file holds as a whole."""
@@ -194,25 +194,25 @@ class Sweep:
         return all((cell, unit.start) in done for cell in self.cells for unit in self.units)
 
     def merge(self) -> None:
-        """Write the results of several processes as one file, where there are some; call it where
-        they are complete.
+        """Write the results of several processes as one file, if there are some; call it when they
+        are complete.
         """
-        if self.files() == [self.folder / RESULTS]:
+        if self.files() == [self.results]:
             return
         found: dict[Cell, dict[int, str]] = {}
+        before: list[Cell] = []
         for path in self.files():
             records = read_results(path)
             whole = self._whole(records)
             for record in records:
                 if self._key(record) in whole:
-                    found.setdefault(cell_of(record), {})[record["prompt"]] = (
-                        json.dumps(record) + "\n"
-                    )
-        path = self.folder / RESULTS
-        before = map(cell_of, read_results(path)) if path.is_file() else ()
+                    line = json.dumps(record) + "\n"
+                    found.setdefault(cell_of(record), {})[record["prompt"]] = line
+            if path == self.results:
+                before = list(map(cell_of, records))
         order = dict.fromkeys([*before, *self.cells])
         lines = [found[cell][prompt] for cell in order for prompt in sorted(found.get(cell, ()))]
-        self._write(path, "".join(lines))
+        write_whole(self.results, "".join(lines))
 
     def records(self, cell: Cell, unit: range) -> Iterator[dict[str, Any]]:
         """Decode one unit of prompts; one record a text."""
@@ -229,28 +229,18 @@ class Sweep:
         sums = score_positions(engine.pair, prompts, tokens, engine.relaxer, engine.sampling)
         for index, completion, total in zip(unit, completions, sums, strict=True):
             example = task.examples[index]
+            score = total.target_logprob / max(1, total.positions)
+            if task.scores_text:
+                score = task.score(completion.text, example)
             yield {
                 **cell._asdict(),
                 "prompt": index,
                 "id": example.id,
                 "task": task.name,
                 "metric": task.metric,
-                "score": _score(task, example, completion.text, total),
-                "text": completion.text,
-                "tokens": completion.tokens,
-                "finished": completion.finished,
-                "drafted": completion.drafted,
-                "accepted": completion.accepted,
-                "target_calls": completion.target_calls,
-                "draft_calls": completion.draft_calls,
-                "drafted_by_depth": completion.drafted_by_depth,
-                "accepted_by_depth": completion.accepted_by_depth,
-                "substitutions": completion.substitutions,
-                "positions": total.positions,
-                "acceptance": total.acceptance,
-                "bias": total.bias,
-                "weight": total.weight,
-                "target_logprob": total.target_logprob,
+                "score": score,
+                **{name: getattr(completion, name) for name in COMPLETION},
+                **asdict(total),
                 "seconds": seconds,
                 "batch": len(unit),
             }
@@ -264,9 +254,8 @@ class Sweep:
         """Take the lines of half-written units out of this process's file; they are decoded again."""
         records = read_results(self.file)
         whole = self._whole(records)
-        text = "".join(
-            json.dumps(record) + "\n" for record in records if self._key(record) in whole
-        )
+        kept = [record for record in records if self._key(record) in whole]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
         if text != self.file.read_text(encoding="utf-8"):
             write_whole(self.file, text)
 
@@ -280,12 +269,6 @@ class Sweep:
     def _key(self, record: dict[str, Any]) -> tuple[Cell, int]:
         return cell_of(record), record["prompt"] // self.batch * self.batch
 
-    def _write(self, path: Path, text: str) -> None:
-        """Several processes may write the same at the same moment: each has a file of its own,
-        either may come last.
-        """
-        os.replace(write_whole(path.with_name(f".{path.name}.{self.share}"), text), path)
-
 
 def cell_of(record: dict[str, Any]) -> Cell:
     """The cell that a record of results.jsonl belongs to."""
@@ -295,43 +278,3 @@ def cell_of(record: dict[str, Any]) -> Cell:
 def _words(cell: Cell) -> str:
     seed = f" seed {cell.seed}" if cell.seed else ""
     return f"{cell.method} {cell.relaxation} T {cell.temperature:g} L {cell.draft_length}{seed}"
-
-
-def _merged(before: dict[str, Any], now: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings of a folder that is continued: those it was begun with, and every head that was
-    used.
-    """
-    if lacking := [
-        name for name in ("heads", "sampling") if not isinstance(before.get(name), dict)
-    ]:
-        raise ValueError(
-            f"{folder / SETTINGS} is damaged (it lists no {lacking[0]}); choose another --out or"
-            " delete the folder"
-        )
-    heads = before["heads"] | now["heads"]
-    if changed := [head for head, value in before["heads"].items() if heads[head] != value]:
-        raise ValueError(
-            f"{folder} holds results of another head under the name {changed[0]}; choose another"
-            " --out or delete the folder"
-        )
-    # A record of an older version does not say its temperature and draft length: they are those of
-    # the beginning.
-    temperature = {"temperature": before["sampling"].get("temperature")}
-    now = now | {
-        "heads": heads,
-        "sampling": now["sampling"] | temperature,
-        "draft_length": before.get("draft_length"),
-    }
-    for name, value in now.items():
-        if name not in ("heads", "chosen") and before.get(name) != value:
-            raise ValueError(
-                f"{folder} was begun with `{name}` {before.get(name)}, now it is {value}; choose"
-                " another --out or delete it"
-            )
-    return now
-
-
-def _score(task: Task, example: Any, text: str, total: PositionSums) -> float:
-    if task.scores_text:
-        return task.score(text, example)
-    return total.target_logprob / max(1, total.positions)

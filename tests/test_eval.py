@@ -337,8 +337,8 @@ def test_a_finished_run_is_left_alone_and_more_cells_are_added(finished, options
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"batch": 5}, "begun with `batch` 4, now it is 5"),
-        ({"sampling": Sampling(top_p=0.5)}, "begun with `sampling`"),
+        ({"batch": 5}, "begun with batch 4, now it is 5"),
+        ({"sampling": Sampling(top_p=0.5)}, "begun with sampling.top_p"),
         ({"temperatures": []}, "`temperatures` is empty"),
         ({"temperatures": [-1.0]}, "temperature` must be 0 or a finite number"),
         ({"draft_lengths": [3, 0]}, "`draft_lengths` must be at least 1, got 0"),

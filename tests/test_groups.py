@@ -37,7 +37,7 @@ def test_a_sweep_is_prepared_from_its_groups(tmp_path):
     grid = Grid(methods=["block"], relaxations=["none"])
     sweep = prepare(SharedRun(str(tmp_path), 1, 2, 1), Models(), SplitPrompts(prompts=3), grid, 2)
     assert (len(sweep.prompts), [len(unit) for unit in sweep.units]) == (3, [2, 1])
-    assert (sweep.settings["split"], sweep.settings["draft_length"], sweep.share) == ("train", 5, "1-of-2")
+    assert (sweep.settings["split"], sweep.settings["draft_length"], sweep.folder.share) == ("train", 5, "1-of-2")
 
 
 @pytest.mark.parametrize(
