@@ -1,8 +1,10 @@
 """Scores of a text against its reference, by their public definitions.
 
 final_number  the number that an answer ends up with, see `data.final_number`.
-rouge         rouge-score (google-research), F1 with Porter stemming, as summarisation papers report it.
-bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by 100.
+rouge         ROUGE F1 with Porter stemming, as summarisation papers report it. It is computed by
+              torchmetrics, which agrees with rouge-score (google-research) up to float32.
+bleu          sacreBLEU of one sentence (13a, exponential smoothing, effective order), divided by
+              100. That of torchmetrics is 0 if a text shares no 4-gram with its reference.
 pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`sandbox`), else 0.
 
 All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability,
@@ -40,7 +42,11 @@ def exact(text: str, reference: str) -> float:
 
 def rouge(text: str, reference: str, kind: str) -> float:
     """ROUGE F1 of one text; kind is rouge1, rouge2 or rougeL."""
-    return _rouge_scorer(kind).score(reference, text)[kind].fmeasure
+    from torchmetrics.functional.text import rouge_score
+
+    return float(
+        rouge_score(text, reference, use_stemmer=True, rouge_keys=kind)[f"{kind}_fmeasure"]
+    )
 
 
 def bleu(text: str, reference: str) -> float:
@@ -93,13 +99,6 @@ SCORES = {
     "pass_at_1": Score(pass_at_1, "pass@1"),
     "target_logprob": Score(None, "target log-probability"),
 }
-
-
-@cache
-def _rouge_scorer(kind: str):
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer([kind], use_stemmer=True)
 
 
 @cache
