@@ -9,13 +9,13 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..eval.summary import summarise
 from ..export.bundle_writer import add_bias, add_frontier, write_bundle
 from ..export.card import make_card
 from ..runtime.bundle import check_sizes
-from ..verifier.head import WeightHead
+from ..verifier.head import LARGEST_BIAS, WeightHead
 
-LARGEST_BIAS = 1e30  # float32 ends at 3e38
-MANIFEST = ("tokenizer", "vocab", "sampling", "task", "relaxation")
+MANIFEST = ("target", "draft", "tokenizer", "vocab", "sampling", "task", "relaxation")
 
 
 def export(
@@ -36,10 +36,10 @@ def export(
         train: folder that `diversed train` wrote (head.safetensors and train.json).
         out: folder to write the bundle to; an older bundle there is replaced.
         draft_length: tokens drafted per target call the head is meant for; stated on the card.
-        bias: added to the gate's logit for good, larger is faster and further from the target;
+        bias: added to the head's logit for good; larger is faster and further from the target;
             `;bias=` at run time is counted from there.
         any_pair: let the bundle be used with other models than it was trained for, with a warning;
-            for gates that read the two rows alone (features logits).
+            for heads that read the two rows alone (features logits).
         results: results.jsonl of `diversed eval`, whose figures go on the card; can be added later.
         selector: folder of `diversed select`: the bundle holds its network too, for --branches.
         format: bundle, or hf: a bundle that is also a repository for `custom_generate` of
@@ -54,42 +54,41 @@ def export(
     head = _read_head(run, training["head"])
     if any_pair and head.features != "logits":
         raise ValueError(
-            f"`any_pair` is for gates with features logits; the gate in {train} reads"
+            f"`any_pair` is for heads with features logits; the head in {train} reads"
             f" {head.features}, and the hidden states of other models mean something else"
         )
     add_bias(head, bias)
     card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
-    write_bundle(out, head, card | ({"custom_generate": True} if format == "hf" else {}), selector)
+    if format == "hf":
+        card["custom_generate"] = True
+    write_bundle(out, head, card, selector)
     if results:
-        from ..eval.summary import summarise
-
         add_frontier(out, summarise(results))
     print(f"bundle written to {out}: load it with --relaxation {out}")
 
 
 def _read_training(run: Path) -> dict[str, Any]:
-    if missing := [
-        name for name in ("train.json", "head.safetensors") if not (run / name).is_file()
-    ]:
+    names = ("train.json", "head.safetensors")
+    if missing := [name for name in names if not (run / name).is_file()]:
         raise FileNotFoundError(
             f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run"
         )
+    file = run / "train.json"
     try:
-        training = json.loads((run / "train.json").read_text(encoding="utf-8"))
+        training = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{run / 'train.json'} is not readable json ({error}); train again"
-        ) from None
+        raise ValueError(f"{file} is not readable json ({error}); train again") from None
     try:
-        check_sizes(training["head"], run / "train.json")
-        lacking = [key for key in ("target", "draft", *MANIFEST) if key not in training["manifest"]]
-        lacking += [] if isinstance(training.get("settings", {}), dict) else ["settings"]
+        check_sizes(training["head"], file)
+        lacking = [key for key in MANIFEST if key not in training["manifest"]]
+        if not isinstance(training.get("settings", {}), dict):
+            lacking.append("settings")
+        if "traces_sha256" not in training:
+            lacking.append("traces_sha256")
     except (KeyError, TypeError, AttributeError):
         lacking = ["head", "manifest"]
-    if lacking or "traces_sha256" not in training:
-        raise ValueError(
-            f"{run / 'train.json'} lacks {', '.join(lacking or ['traces_sha256'])}; train again"
-        )
+    if lacking:
+        raise ValueError(f"{file} lacks {', '.join(lacking)}; train again")
     return training
 
 

@@ -27,16 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..commands.export import LARGEST_BIAS
 from ..files import SEEDS, within, write_whole
-from ..runtime.bundle import read_card
+from ..runtime.bundle import FILES, read_card
 from ..runtime.completion import Completion, Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine
 from ..runtime.model import Pair, make_pair
 from ..runtime.sampling import Sampling
+from ..verifier.head import LARGEST_BIAS
 from ..verifier.relax import Relaxation
-from .bundle_writer import FILES
 
 HONOURED = (
     "max_new_tokens",

@@ -34,6 +34,7 @@ FEATURES = {
 }
 
 LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the gate: far above every model
+LARGEST_BIAS = 1e30  # added to a logit; float32 ends at 3e38
 KINDS = ("hidden", "logits", "both")
 
 
