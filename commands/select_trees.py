@@ -113,7 +113,7 @@ def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> l
         task = texts.load()
         encoded = [task.encode(row, pair.tokenizer, MOST_PROMPT_TOKENS) for row in task.examples]
         stop, limit = task.stop, task.max_new_tokens
-        origin["source"] = task.source
+        origin |= task.settings
     folders = []
     for temperature in labelling.temperatures:
         labeller = Labeller(

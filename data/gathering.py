@@ -3,21 +3,18 @@ which a head is trained.
 
 Work is cut into fixed units of prompts, one shard file each, and decoded with a fixed batch and
 thread count, so that floating point repeats: a run that was killed and started again ends with the
-same bytes. Several processes may share a folder, each with a manifest of its own shards. Whoever
-finds all shards there writes the manifest of the whole, which equals that of a single process.
+same bytes, and so does one that several processes share.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..files import Folder, Progress, cut_units, sha256, versions, within
+from ..files import Progress, sha256, versions, within
 from ..runtime.completion import cut
 from ..runtime.groups import Models, SharedRun
 from ..runtime.model import Pair
@@ -26,10 +23,12 @@ from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
 from ..verifier.relax import parse
 from .columns import bytes_per_token
+from .prompts import checksum
 from .scores import mean_log_probability
 from .selection import SplitPrompts
+from .shards import ShardFolder
 from .tasks import Example, Task
-from .traces import FORMAT, MANIFEST, Shard, read_manifest, read_shard, write_manifest, write_shard
+from .traces import MANIFEST, Shard, read_shard, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
@@ -108,7 +107,7 @@ def gather_traces(
         "hidden": stored.hidden,
         "store_logits": stored.store_logits,
         **task.settings,
-        "prompts_sha256": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(),
+        "prompts_sha256": checksum(encoded),
         "dtype": str(pair.target.dtype),
         "device": str(pair.target.device),
         "threads": run.threads,
@@ -122,69 +121,30 @@ def gather_traces(
     sampler = Sampler(
         pair, relaxer, rollouts.sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
     )
-    return _Gathering(folder, settings, sampler, task, encoded).run()
+    return _Gathering(ShardFolder(folder, settings), sampler, task, encoded).run()
 
 
 class _Gathering:
-    """One process's part of a folder of traces; `entries` are those of the shards that are there,
-    whoever wrote them.
-    """
+    """One process's part of a folder of traces."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        settings: dict,
-        sampler: Sampler,
-        task: Task,
-        prompts: list[list[int]],
-    ):
-        self.folder, self.settings, self.sampler = folder, settings, sampler
+    def __init__(self, shards: ShardFolder, sampler: Sampler, task: Task, prompts: list[list[int]]):
+        self.shards, self.settings, self.sampler = shards, shards.settings, sampler
         self.task, self.prompts = task, prompts
-        self.units = cut_units(len(prompts), settings["unit"])
-        self.entries: dict[str, dict] = {}
 
     def run(self) -> Path:
-        out = self.folder.path
-        with self.folder.held():
-            state = {"format": FORMAT, "complete": False, "shards": []}
-            self.folder.begin(self.settings, state)
-            self._keep()
-            mine = self.folder.share_of(self.units)
-            missing = [unit for unit in mine if self._file(unit) not in self.entries]
+        shards, folder = self.shards, self.shards.folder
+        with folder.held():
+            missing = shards.begin(lambda entry, whole: read_shard(folder.path, entry, whole))
             if missing:
                 print(self._estimate(len(missing)))
-                self._gather(missing, len(mine))
+                self._gather(missing)
             else:
-                print(f"{out}: traces are complete, nothing to gather")
-            self._finish()
-        return out
-
-    def _file(self, unit: range) -> str:
-        return f"shard-{unit.start // self.settings['unit']:05d}.safetensors"
-
-    def _manifests(self) -> list[dict]:
-        """The manifest of the whole and those of the processes, of which some may be missing."""
-        paths = sorted(self.folder.path.glob("manifest*.json"))
-        manifests = [read_manifest(path.parent, incomplete=True, name=path.name) for path in paths]
-        for manifest in manifests:
-            self.folder.refuse_others(manifest, self.settings)
-        return manifests
-
-    def _keep(self) -> None:
-        """Keep the shards of earlier runs and of other processes; damaged ones are named."""
-        for manifest in self._manifests():
-            for entry in manifest["shards"]:
-                if entry["file"] in self.entries:
-                    continue
-                try:
-                    read_shard(self.folder.path, entry, manifest)
-                except (ValueError, OSError) as error:
-                    print(f"gathering anew: {error}")
-                else:
-                    self.entries[entry["file"]] = entry
+                print(f"{folder.path}: traces are complete, nothing to gather")
+            shards.finish()
+        return folder.path
 
     def _estimate(self, units: int) -> str:
-        s, out = self.settings, self.folder.path
+        s, out = self.settings, self.shards.folder.path
         texts = min(units * s["unit"], s["prompts"]) * s["samples"]
         numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
         each = bytes_per_token(numbers, s["store_logits"])
@@ -196,15 +156,12 @@ class _Gathering:
             f" token: at most {most / 1e6:,.1f} MB in {out}{warning}"
         )
 
-    def _gather(self, missing: list[range], share: int) -> None:
-        folder = self.folder
-        name = MANIFEST if folder.num_shards == 1 else f"manifest.{folder.share}.json"
+    def _gather(self, missing: list[range]) -> None:
+        shards, share = self.shards, len(self.shards.share)
         with Progress("gather", share, share - len(missing)) as progress:
             for unit in missing:
                 shard = self._unit(unit)
-                number = unit.start // self.settings["unit"]
-                self.entries[self._file(unit)] = write_shard(folder.path, number, shard)
-                self._write(name, complete=False)
+                shards.add(write_shard(shards.folder.path, shards.number(unit), shard))
                 progress.add(tokens=shard.tokens)
         print(
             f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"
@@ -232,35 +189,6 @@ class _Gathering:
             return mean_log_probability(text.columns["target_prob"].tolist())
         answer = self.sampler.pair.tokenizer.decode(text.tokens, skip_special_tokens=True)
         return self.task.score(cut(answer, self.task.stop), example)
-
-    def _write(self, name: str, complete: bool) -> None:
-        shards = [self.entries[file] for file in sorted(self.entries)]
-        write_manifest(
-            self.folder.path, {"complete": complete, **self.settings, "shards": shards}, name
-        )
-
-    def _finish(self) -> None:
-        """Write the manifest of the whole if all shards are there and it does not say so yet."""
-        out = self.folder.path
-        with self.folder.turn():
-            manifests = self._manifests()
-            for manifest in manifests:
-                for entry in manifest["shards"]:
-                    path = out / entry["file"]
-                    if path.name in self.entries or not path.is_file():
-                        continue
-                    if sha256(path) == entry["sha256"]:
-                        self.entries[path.name] = entry
-            if len(self.entries) < len(self.units):
-                print(f"{out}: other processes have shards to gather; the last writes {MANIFEST}")
-                return
-            if gone := [file for file in sorted(self.entries) if not (out / file).is_file()]:
-                raise FileNotFoundError(
-                    f"{out / gone[0]} is missing, it was deleted while the traces were gathered;"
-                    " run `diversed gather` again with the same options"
-                )
-            if not any(manifest["complete"] for manifest in manifests):
-                self._write(MANIFEST, complete=True)
 
 
 def as_shard(

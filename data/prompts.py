@@ -4,6 +4,8 @@ anything else.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from string import Formatter
 
@@ -105,3 +107,8 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
         else:
             too_long = middle
     return ids
+
+
+def checksum(prompts: list[list[int]]) -> str:
+    """Of encoded prompts: it changes with rows, template, chat template, tokenizer and limit."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

@@ -24,7 +24,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..data.traces import FORMAT, MANIFEST, read_manifest, write_manifest
+from ..data.prompts import checksum
+from ..data.shards import ShardFolder
+from ..data.traces import MANIFEST, read_manifest
 from ..files import Folder, Progress, cut_units, sha256, write_whole
 from ..runtime.batch import padded
 from ..runtime.engine import check_prompts
@@ -77,18 +79,8 @@ class Labeller:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the labels of a text, for a manifest."""
-        models = {}
-        for role in ("target", "draft"):
-            model = getattr(self.pair, role)
-            models[role] = {
-                "name": model.name,
-                "hash": model.hash,
-                "hidden_size": model.hidden_size,
-            }
         return {
-            **models,
-            "tokenizer": self.pair.tokenizer_hash,
-            "vocab": self.pair.vocab,
+            **self.pair.settings,
             "sampling": vars(self.sampling),
             "relaxation": self.relaxation,
             "methods": list(self.methods),
@@ -311,21 +303,27 @@ def write_labels(
 
     origin: where the prompts come from, for the manifest.
     """
-    settings = {**labeller.settings, **origin, "unit": unit, "seed": seed}
-    settings |= {"prompts": len(prompts), "samples": 1}
-    folder, units = Folder(Path(out), MANIFEST), cut_units(len(prompts), unit)
+    settings = {
+        **labeller.settings,
+        "unit": unit,
+        "seed": seed,
+        "prompts": len(prompts),
+        "samples": 1,
+        **origin,
+        "prompts_sha256": checksum(prompts),
+    }
+    folder = Folder(Path(out), MANIFEST)
     with folder.held():
-        folder.begin(settings, state={"format": FORMAT, "complete": False, "shards": []})
-        entries = _whole_shards(folder.path)
-        with Progress("label", len(units), len(entries)) as progress:
-            for chosen in units[len(entries) :]:
+        shards = ShardFolder(folder, settings)
+        missing = shards.begin(lambda entry, _: _whole(folder.path, entry))
+        share = len(shards.share)
+        with Progress("label", share, share - len(missing)) as progress:
+            for chosen in missing:
                 labels = labeller.run({prompt: prompts[prompt] for prompt in chosen}, seed)
-                entry = _write_shard(folder.path, len(entries), labels)
-                entries.append(entry | {"texts": len(chosen)})
-                complete = len(entries) == len(units)
-                manifest = {"complete": complete, **settings, "shards": entries}
-                write_manifest(folder.path, manifest)
-                progress.add(1)
+                entry = _write_shard(folder.path, shards.number(chosen), labels)
+                shards.add(entry | {"texts": len(chosen)})
+                progress.add()
+        shards.finish()
     return folder.path
 
 
@@ -336,20 +334,14 @@ def _write_shard(folder: Path, number: int, labels: dict[str, Tensor]) -> dict[s
     return {"file": path.name, "sha256": sha256(path), "tokens": len(labels.get("prompt", ()))}
 
 
-def _is_whole(path: Path, entry: dict[str, Any]) -> bool:
-    return path.is_file() and sha256(path) == entry["sha256"]
-
-
-def _whole_shards(folder: Path) -> list[dict]:
-    """The manifest's entries up to the first file that is missing or damaged."""
-    kept = []
-    for entry in read_manifest(folder, incomplete=True)["shards"]:
-        path = folder / entry["file"]
-        if not _is_whole(path, entry):
-            print(f"labelling anew from {path} on: it is missing or damaged")
-            break
-        kept.append(entry)
-    return kept
+def _whole(folder: Path, entry: dict[str, Any]) -> Path:
+    """The file of a shard; ValueError unless it is the one that the manifest names."""
+    path = folder / entry["file"]
+    if not path.is_file() or sha256(path) != entry["sha256"]:
+        raise ValueError(
+            f"{path} is missing or damaged; run `diversed select` again, it labels these texts anew"
+        )
+    return path
 
 
 def read_labels(folder: str | Path) -> tuple[dict[str, Tensor], dict]:
@@ -363,11 +355,6 @@ def read_labels(folder: str | Path) -> tuple[dict[str, Tensor], dict]:
 
 def _shards(folder: Path, manifest: dict) -> Iterator[dict[str, Tensor]]:
     for entry in manifest["shards"]:
-        path = folder / entry["file"]
-        if not _is_whole(path, entry):
-            raise ValueError(
-                f"{path} is missing or damaged; run `diversed select` again, it labels these texts"
-                " anew"
-            )
+        path = _whole(folder, entry)
         if entry["tokens"]:
             yield load_file(path)

@@ -163,7 +163,7 @@ def test_a_process_without_work_is_no_error_and_the_folder_becomes_complete(work
     for index in order:
         call(gather, out=str(out), **options, num_shards=3, shard_index=index)
     assert (folder / "whole-10/manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
-    assert "other processes have shards to gather; the last writes manifest.json" in capsys.readouterr().out
+    assert "other processes have shards to write; the last writes manifest.json" in capsys.readouterr().out
 
 
 def test_a_folder_begun_by_two_processes_is_finished_by_one(workplace):

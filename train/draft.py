@@ -25,8 +25,8 @@ from ..data.batches import Order
 from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
+from ..files import EVERY
 from ..runtime.model import Pair
-from ..runtime.progress import EVERY
 from ..runtime.sampling import Sampling, probabilities
 from .fit import Mean, Training
 
