@@ -1,8 +1,10 @@
 """The experiments of experiments/ at a size at which they say nothing: that they run, and which rows they give."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from diversed.commands.options import call
 
 from .support.scripts import script
@@ -71,3 +73,17 @@ def test_a_pair_is_trained_saved_and_measured_from_nothing(tmp_path, monkeypatch
     assert numbers["definitions"] == shipped["definitions"] and list(numbers["cases"]) == list(shipped["cases"])
     assert numbers["pair"]["target"]["shape"] == shipped["pair"]["target"]["shape"]
     assert numbers["cases"]["draft"]["step_acceptance"] == 1 and numbers["cases"]["target"]["substitutions"] == 0
+
+
+def numbers(line):
+    return [cell for cell in re.split(r"[^-+.\d]+", line.replace("**", "")) if "." in cell and cell.strip(".")]
+
+
+@pytest.mark.parametrize("page", ["learning", "trees", "efficiency", "evidence", "sums"])
+def test_every_row_of_a_table_in_the_docs_stands_in_a_file_of_results(page):
+    """The figures of a row stand together in one line of a file: the docs quote, and nothing lives in them alone."""
+    files = [path.read_text().splitlines() for path in sorted((ROOT / "experiments" / "results").glob(f"{page}*.csv"))]
+    known = [set(numbers(line.replace(",", " "))) for file in files for line in file]
+    rows = [line for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if line.startswith("| ")]
+    wrong = [row for row in rows if not any(set(numbers(row)) <= file for file in known)]
+    assert len(rows) > 8 and wrong == []
