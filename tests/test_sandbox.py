@@ -418,6 +418,7 @@ def test_the_judge_has_builtins_modules_and_values_of_its_own(program, tests):
         ("f = lambda n: n * 10 ** 5000", "assert f(2) == 2 * 10 ** 5000"),
         ("f = lambda: float('inf')", "assert f() == float('inf') and f() > 1"),
         ("import math", "assert math.floor(2.5) == 2"),
+        ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
         ("x = [1, {'a': (2, None)}]", "assert x == [1, {'a': (2, None)}]"),
     ],
 )  # fmt: skip

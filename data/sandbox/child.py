@@ -296,12 +296,15 @@ def run_program(peer, program: bytes) -> None:
 def judge(peer, answer: int, tests: bytes, token: bytes) -> None:
     """Run the tests on what the program defines; return the token if they pass.
 
-    A name of the program does not replace a builtin, and a module of the program is imported here.
+    A name of the program does not replace a builtin that the tests use beside it, and a module that
+    the program has imported is imported here.
     """
     try:
         code = compile(str(tests, "utf-8"), "tests", "exec", dont_inherit=True)
-        wanted = sorted(name for name in used(code) if not hasattr(builtins, name))
-        exec(code, {"__name__": "tests"} | peer.ask("names", wanted))
+        own = {name for name in used(code) if not hasattr(builtins, name)}
+        # Tests that name nothing but builtins are about the program's own, as `sum` of MBPP 126.
+        names = peer.ask("names", sorted(own)) or peer.ask("names", sorted(used(code) - own))
+        exec(code, {"__name__": "tests"} | names)
     except BaseException:
         os._exit(1)
     os.write(answer, token)
