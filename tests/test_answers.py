@@ -9,7 +9,10 @@ import pytest
 from diversed.data import sandbox
 from diversed.data.code_answers import HERE, program
 from diversed.data.final_number import final_number, readable
-from diversed.data.scores import SCORES, missing
+from diversed.data.scores import SCORES, missing, words
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge_score.tokenizers import DefaultTokenizer
 
 CASES = Path(__file__).parent / "cases"
 TESTS = "assert square_perimeter(10)==40\nassert square_perimeter(5)==20\nassert square_perimeter(4)==16"
@@ -122,3 +125,47 @@ def test_other_answers_that_hold_a_right_program(text):
 @pytest.mark.parametrize("text", ["", "I cannot do that.", "```python\n```", "```", "`" * 5000, "def " * 5000, "(" * 5000, "\x00"])
 def test_other_answers_that_hold_none(text):
     assert not sandbox.passes(*program(text, TESTS))
+
+
+LANGUAGES = {
+    "Chinese": "今天天气很好，我们去公园散步吧。",
+    "Japanese": "今日はとても天気がいいので、公園を散歩しましょう。",
+    "Thai": "วันนี้อากาศดีมาก",
+    "Korean": "오늘은 날씨가 아주 좋습니다.",
+    "Russian": "Сегодня очень хорошая погода.",
+    "Greek": "Ο καιρός είναι πολύ καλός σήμερα.",
+    "Arabic": "الطقس جميل جدا اليوم.",
+    "Hebrew": "מזג האוויר יפה מאוד היום.",
+    "Hindi": "आज मौसम बहुत अच्छा है।",
+    "Tamil": "இன்று வானிலை மிகவும் நன்றாக உள்ளது.",
+    "German": "Für größere Häuser müssen Bürger höhere Gebühren zahlen.",
+    "Vietnamese": "Hôm nay thời tiết rất đẹp.",
+    "Khmer": "ថ្ងៃនេះអាកាសធាតុល្អណាស់",
+    "Georgian": "დღეს ძალიან კარგი ამინდია.",
+}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("score", ["rouge1", "rouge2", "rougeL", "bleu"])
+def test_a_reference_agrees_with_itself_in_every_script_and_not_with_another(language, score):
+    text = LANGUAGES[language]
+    assert not missing(score, text)
+    assert SCORES[score].function(text, text) == pytest.approx(1)
+    other = LANGUAGES["Greek" if language != "Greek" else "Russian"]
+    assert SCORES[score].function(other, text) < 0.2
+    half = text[: len(text) // 2]
+    assert 0 < SCORES["rouge1"].function(half, text) < 1
+
+
+def test_an_umlaut_does_not_cut_a_word():
+    assert words("Für Häuser, naïve_cafés") == ["für", "häuser", "naïve", "cafés"]
+
+
+@pytest.mark.parametrize(("score", "reference"), [("rouge1", "!!!"), ("rouge2", "one"), ("rougeL", "👍"), ("bleu", " ")])
+def test_a_reference_that_could_never_score_is_refused(score, reference):
+    assert missing(score, reference)
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=127), max_size=80))
+def test_words_of_ascii_are_those_of_rouge_score(text):
+    assert words(text) == DefaultTokenizer(use_stemmer=True).tokenize(text)

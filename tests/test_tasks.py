@@ -134,7 +134,7 @@ def test_json_arrays_and_gzip_hold_the_same_rows_as_lines(tmp_path):
 HUB = {
     "gsm8k": ({"question": "What is 3+4?", "answer": "3+4=<<3+4=7>>7\n#### 7"}, "What is 3+4?", ""),
     "cnndm": ({"article": "Long news.", "highlights": "News .\nLong .", "id": "f00"}, "", "Long news."),
-    "xsum": ({"document": "Long news.", "summary": "News.", "id": "1"}, "", "Long news."),
+    "xsum": ({"document": "Long news.", "summary": "News today.", "id": "1"}, "", "Long news."),
     "wmt": ({"translation": {"de": "Guten Tag.", "en": "Good day."}}, "Guten Tag.", ""),
 }
 
@@ -171,7 +171,7 @@ def test_gsm8k_validation_is_carved_from_the_hub_s_train_split(monkeypatch):
 
 
 def test_hub_rows_without_a_text_are_left_out(monkeypatch):
-    rows = [{"document": text, "summary": "s"} for text in ("", "a", " ", "b")] + [{"document": "c", "summary": None}]
+    rows = [{"document": text, "summary": "s t"} for text in ("", "a", " ", "b")] + [{"document": "c", "summary": None}]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
     assert {e.article for e in load_task("xsum").examples} == {"a", "b"}
     assert len(load_task("xsum", limit=2).examples) == 2
@@ -374,14 +374,14 @@ def test_code_is_gathered_and_evaluated_on_the_packaged_pair(name, tmp_path):
 
 def test_of_a_spec_bench_file_a_task_takes_the_rows_of_its_category(tmp_path):
     rows = [
-        {"category": "summarization", "turns": ["Summarize: Long news."], "reference": ["News ."]},
+        {"category": "summarization", "turns": ["Summarize: Long news."], "reference": ["News today ."]},
         {"category": "math_reasoning", "turns": ["What is 3+4?"], "reference": ["7"]},
         {"category": "translation", "turns": ["Translate German to English: Guten Tag."], "reference": ["Good day."]},
     ]
     path = write(tmp_path / "question.jsonl", rows)
     found = {name: load_task(name, path, data=DataOptions(whole=True)) for name in ("cnndm", "gsm8k", "wmt")}
     assert [len(task.examples) for task in found.values()] == [1, 1, 1]
-    assert found["cnndm"].examples[0].article == "Long news." and found["cnndm"].examples[0].reference == "News ."
+    assert found["cnndm"].examples[0].article == "Long news." and found["cnndm"].examples[0].reference == "News today ."
     assert "Question: What is 3+4?\n" in found["gsm8k"].examples[0].prompt
     assert found["wmt"].examples[0].prompt == "Translate German to English.\nGerman: Guten Tag.\nEnglish:"
     taken = load_task("gsm8k", path, data=DataOptions(whole=True, prompt_field="turns.0", reference_field="reference.0",
@@ -391,9 +391,9 @@ def test_of_a_spec_bench_file_a_task_takes_the_rows_of_its_category(tmp_path):
 
 def test_of_helm_s_few_shot_prompts_the_last_article_counts(tmp_path):
     shots = "Article: Old.\nSummary: O.\n\n###\nArticle: New.\n\nSummarize the above article in 1 sentence.\n"
-    task = load_task("xsum", write(tmp_path / "r.jsonl", [{"article": shots, "summary_gt": "N."}]),
+    task = load_task("xsum", write(tmp_path / "r.jsonl", [{"article": shots, "summary_gt": "N. n."}]),
                      data=DataOptions(whole=True))  # fmt: skip
-    assert (task.examples[0].article, task.examples[0].reference) == ("New.", "N.")
+    assert (task.examples[0].article, task.examples[0].reference) == ("New.", "N. n.")
 
 
 # Options
