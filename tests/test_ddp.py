@@ -17,6 +17,7 @@ import torch
 from diversed import cli
 from diversed.data.batches import Order
 from diversed.train import fit, head_training
+from diversed.train.losses import OBJECTIVES
 from diversed.train.module import VerifierModule
 from safetensors.torch import load_file
 
@@ -25,7 +26,7 @@ from .support.training import command
 
 # 21 texts to train on and 9 held out, in batches of 4: each time the last batch is one text, and one process has none.
 COMMON = "--data.batch 4 --data.validation 0.3 --model.lr 0.01 --trainer.max_epochs 3".split()
-HEADS = {
+HEADS = {name: f"--model.objective {name}" for name in OBJECTIVES} | {
     "reinforce": "--model.features both --model.width 4 --trainer.accumulate_grad_batches 2",
     "attribution": "--model.objective attribution --trainer.gradient_clip_val 0.05 --model.patience 1",
     "bounded": "--model.objective bounded --model.bound 2.0",

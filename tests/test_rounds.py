@@ -103,5 +103,5 @@ def test_the_prediction_of_a_patient_run_is_that_of_the_head_it_kept(tmp_path):
     assert best["epoch"] == figures[-1]["epoch"] - 2
     predicted = operating_point(out, TraceModule(TraceOptions(folder)), 0.0)[1]
     assert predicted == best["held_out_reward_estimate"] != figures[-1]["held_out_reward_estimate"]
-    with pytest.raises(ValueError, match="need a trained gate, and --train.trainer.max_epochs 0 trains none"):
+    with pytest.raises(ValueError, match="need a trained head, and --train.trainer.max_epochs 0 trains none"):
         operating_point(train(traces=folder, out=str(tmp_path / "untrained"), epochs=0), TraceModule(TraceOptions(folder)), 0.0)

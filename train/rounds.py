@@ -1,15 +1,15 @@
-"""Rounds: gather at the gate so far, refit on all rounds, until the texts earn what the fit said
-they would.
+"""Rounds: gather with the head so far and refit on all rounds, until the texts earn what the fit
+predicted.
 
-    OUT/round-1/traces, train, bundle     each round's texts, the head fitted on all rounds so far, and its bundle
-    OUT/rounds.json                       each round's figures
+    OUT/round-1/traces, train, bundle  each round's texts, the head fitted on all rounds so far, and
+                                       its bundle
+    OUT/rounds.json                    each round's figures
 
-A fit says what a substitution costs (objective `attribution`), and so what texts of any threshold
-will earn. The bias of a round's bundle is the largest whose predicted loss of reward is at most
-`max_drop`; the next round gathers there. Where its mean reward agrees with the prediction, the fit
-holds at the operating point and more rounds add little.
-Other objectives choose no threshold: their bias is 0, their prediction the mean reward reweighted
-    by v_new / v_old.
+A fit by `attribution` says what a substitution costs, and so what texts at any threshold will earn.
+The bias of a round's bundle is the largest whose predicted loss of reward is at most `max_drop`;
+the next round gathers there. If its mean reward agrees with the prediction, the fit holds at the
+operating point and more rounds add little. Other objectives choose no threshold: their bias is 0,
+their prediction is the mean reward reweighted by v_new / v_old.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from ..files import write_whole
 from ..verifier.head import WeightHead
 from .datamodule import TraceModule, TraceOptions
+from .losses import OBJECTIVES
 
 BIASES = [step / 4 for step in range(-40, 17)]
 
@@ -95,12 +96,12 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     Every position of a text is substituted by itself with probability w TV; a substitution costs
     its harm.
     """
-    settings = json.loads((train / "train.json").read_text())
-    if settings["settings"]["objective"] != "attribution":
-        kept = _kept_epoch(settings)
+    training = json.loads((train / "train.json").read_text())
+    if not OBJECTIVES[training["settings"]["objective"]].harms:
+        kept = _kept_epoch(training)
         part = "held_out" if "held_out_reward_estimate" in kept else "train"
         return 0.0, kept[f"{part}_reward_estimate"], kept[f"{part}_reward"]
-    head = WeightHead(**settings["head"])
+    head = WeightHead(**training["head"])
     head.load_state_dict(load_file(train / "head.safetensors"))
     graded = not ((data.texts.reward == 0) | (data.texts.reward == 1)).all()
     earned = torch.zeros(len(BIASES), dtype=torch.float64)
@@ -122,7 +123,7 @@ def _kept_epoch(training: dict) -> dict:
     figures = training["figures"]
     if not figures:
         raise ValueError(
-            "`rounds` need a trained gate, and --train.trainer.max_epochs 0 trains none"
+            "`rounds` need a trained head, and --train.trainer.max_epochs 0 trains none"
         )
     watched = (
         [row for row in figures if "held_out_loss" in row]
@@ -133,7 +134,7 @@ def _kept_epoch(training: dict) -> dict:
 
 
 def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], graded: bool) -> Tensor:
-    """[B] expected reward of a text at these contexts if the gate were sigmoid(logit + bias).
+    """[B] expected reward of a text at these contexts if the head were sigmoid(logit + bias).
 
     logit: [B, T], whose exp(-logit) is the harm of a substitution there; trace: tv, mask [B, T] and
         base [B].
