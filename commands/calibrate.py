@@ -22,10 +22,10 @@ from ..eval.calibration import choose
 from ..eval.grid import Grid, prepare
 from ..eval.results import read_results
 from ..eval.sweep import Cell, Sweep, cell_of
-from ..export.bundle_writer import FILES, add_bias, write_bundle
+from ..export.bundle_writer import write_bundle
 from ..export.card import with_calibration
 from ..files import exclusive, sha256, write_whole
-from ..runtime.bundle import load_bundle
+from ..runtime.bundle import FILES, add_bias, load_bundle
 from ..runtime.groups import BundleModels, SharedRun
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
@@ -116,10 +116,10 @@ def calibrate(
             methods=[decoding.method],
             relaxations=["none", *names.values()],
             seeds=decoding.seeds,
-            draft_length=decoding.draft_length or card["draft_length"],
+            draft_length=decoding.draft_length or card.draft_length,
             sampling=decoding.sampling,
         )
-        prompts = replace(prompts, task=prompts.task or card["task"])
+        prompts = replace(prompts, task=prompts.task or card.task)
         sweep = prepare(run, models.of_bundle(before), prompts, grid, decoding.batch)
         if not sweep.task.scores_text:
             raise ValueError(
@@ -156,7 +156,7 @@ def _before(bundle: Path, folder: Path) -> Path:
     kept = folder / "bundle"
     card = load_bundle(bundle).card
     if not kept.exists():
-        if "calibration" in card:
+        if card.calibration:
             raise ValueError(
                 f"bundle {bundle} was calibrated before, and {kept}, which holds it as it was, is"
                 " not there; export it again with `diversed export`, then calibrate"
@@ -168,9 +168,7 @@ def _before(bundle: Path, folder: Path) -> Path:
             write_whole(new / name, (bundle / name).read_bytes())
         new.rename(kept)
     head = (
-        card["calibration"]["head_sha256"]
-        if "calibration" in card
-        else sha256(bundle / "head.safetensors")
+        card.calibration["head_sha256"] if card.calibration else sha256(bundle / "head.safetensors")
     )
     if head != sha256(kept / "head.safetensors"):
         raise ValueError(
@@ -238,12 +236,12 @@ def _write(bundle: Path, before: Path, evidence: dict[str, Any]) -> bool:
     if bias is None:
         print(
             f"no bias of {bundle} is shown to lose at most {evidence['max_quality_drop']:g} of the"
-            f" score on {evidence['prompts']} prompts: its gate is closed now, which is exact"
+            f" score on {evidence['prompts']} prompts: its head is closed now, which is exact"
             " decoding; give more --prompts, lower --biases or a larger --max_quality_drop"
         )
         return False
     print(
-        f"bundle {bundle} now has bias {bias:g} in its gate; --relaxation '{bundle};bias=...'"
+        f"bundle {bundle} now has bias {bias:g} in its head; --relaxation '{bundle};bias=...'"
         " counts from there"
     )
     return True

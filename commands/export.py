@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, Literal
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from dataclasses import replace
+from typing import Literal
 
 from ..eval.summary import summarise
-from ..export.bundle_writer import add_bias, add_frontier, write_bundle
+from ..export.bundle_writer import add_frontier, write_bundle
 from ..export.card import make_card
-from ..runtime.bundle import check_sizes
-from ..verifier.head import LARGEST_BIAS, WeightHead
-
-MANIFEST = ("target", "draft", "tokenizer", "vocab", "sampling", "task", "relaxation")
+from ..runtime.bundle import add_bias
+from ..train.record import read_trained
+from ..verifier.head import LARGEST_BIAS
 
 
 def export(
@@ -49,58 +44,16 @@ def export(
         raise ValueError(f"`draft_length` must be at least 1 token, got {draft_length}")
     if not abs(bias) < LARGEST_BIAS:
         raise ValueError(f"`bias` must be a finite number, added to a logit, got {bias}")
-    run = Path(train)
-    training = _read_training(run)
-    head = _read_head(run, training["head"])
+    training, head = read_trained(train)
     if any_pair and head.features != "logits":
         raise ValueError(
             f"`any_pair` is for heads with features logits; the head in {train} reads"
             f" {head.features}, and the hidden states of other models mean something else"
         )
     add_bias(head, bias)
-    card = make_card(head, training, draft_length, bias) | {"any_pair": any_pair}
-    if format == "hf":
-        card["custom_generate"] = True
+    card = make_card(head, training, draft_length, bias)
+    card = replace(card, any_pair=any_pair, custom_generate=format == "hf")
     write_bundle(out, head, card, selector)
     if results:
         add_frontier(out, summarise(results))
     print(f"bundle written to {out}: load it with --relaxation {out}")
-
-
-def _read_training(run: Path) -> dict[str, Any]:
-    names = ("train.json", "head.safetensors")
-    if missing := [name for name in names if not (run / name).is_file()]:
-        raise FileNotFoundError(
-            f"{run} has no {' and no '.join(missing)}: it is not a finished `diversed train` run"
-        )
-    file = run / "train.json"
-    try:
-        training = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable json ({error}); train again") from None
-    try:
-        check_sizes(training["head"], file)
-        lacking = [key for key in MANIFEST if key not in training["manifest"]]
-        if not isinstance(training.get("settings", {}), dict):
-            lacking.append("settings")
-        if "traces_sha256" not in training:
-            lacking.append("traces_sha256")
-    except (KeyError, TypeError, AttributeError):
-        lacking = ["head", "manifest"]
-    if lacking:
-        raise ValueError(f"{file} lacks {', '.join(lacking)}; train again")
-    return training
-
-
-def _read_head(run: Path, described: dict[str, Any]) -> WeightHead:
-    head = WeightHead(
-        **{name: described[name] for name in ("features", "draft_hidden", "target_hidden", "width")}
-    )
-    path = run / "head.safetensors"
-    try:
-        head.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(
-            f"{path} is not the head that train.json describes ({error}); train again"
-        ) from None
-    return head

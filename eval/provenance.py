@@ -20,10 +20,8 @@ def origins(run: Run) -> dict[str, Any]:
     found["seed of prompts"] = settings["seed"]
     found["seeds of texts"] = sorted({record["seed"] for record in run.records})
     for source, card in run.cards.items():
-        training = card.get("training")
-        if isinstance(training, dict):
-            known = _chosen(training, "traces_sha256 relaxation settings")
-            found |= {f"{source}: {name}": value for name, value in known.items()}
+        known = _chosen(card.training, "traces_sha256 relaxation settings")
+        found |= {f"{source}: {name}": value for name, value in known.items()}
     if run.manifest:
         names = "source seed prompts samples relaxation versions device threads"
         found["traces"] = _chosen(run.manifest, names)

@@ -17,7 +17,7 @@ import numpy
 
 from ..data.scores import SCORES
 from ..files import machine, read_settings, sha256, versions, write_whole
-from ..runtime.bundle import read_card
+from ..runtime.bundle import Card, read_card
 from .comparison import SPEEDS, Statement, every_statement
 from .intervals import percentiles, ratio, resample
 from .results import RESULTS, SETTINGS, kind_of, point_of, read_results
@@ -63,7 +63,7 @@ class Run:
     rows: list[dict[str, Any]]
     statements: list[Statement]
     folders: dict[str, Path]
-    cards: dict[str, dict[str, Any]]
+    cards: dict[str, Card]
     commands: list[dict[str, Any]]
     manifest: dict[str, Any] | None
     training: dict[str, Any] | None
@@ -179,7 +179,9 @@ def best_point(run: Run) -> dict[str, Any] | None:
     point.
     """
     learned = [row for row in run.rows if kind_of(row) == "learned" and row["method"] != "plain"]
-    calibrated = [row for row in learned if run.cards.get(row["relaxation"], {}).get("calibration")]
+    calibrated = [
+        row for row in learned if getattr(run.cards.get(row["relaxation"]), "calibration", None)
+    ]
     speed = next(iter(SPEEDS))
     gains = {point_of(vars(one)): one.low for one in run.statements if one.speed == speed}
     ranked = sorted(calibrated or learned, key=lambda row: -gains.get(point_of(row), -numpy.inf))

@@ -1,14 +1,4 @@
-"""A bundle: one trained gate in a folder that can be moved, checked and refused.
-
-    head.safetensors     the gate's tensors, float32
-    card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
-    example.safetensors  a few rows of both models and the gate's logit there: replayed every time the bundle is loaded
-    README.md            the card for people, generated from card.json
-    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.shape_network`)
-
-A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are
-compared with the card before any tensor is read.
-"""
+"""Writing a bundle; `runtime.bundle` says what it holds and reads it."""
 
 from __future__ import annotations
 
@@ -22,20 +12,16 @@ import torch
 from safetensors.torch import save
 
 from ..files import write_whole
-from ..runtime.bundle import FILES, load_bundle, logits_of
+from ..runtime.bundle import FILES, Card, load_bundle, logits_of, write_head
 from ..runtime.shape_network import FILES as SELECTOR
 from ..runtime.shape_network import read_selector_card
 from ..verifier.head import WeightHead
 from .card import model_card, with_frontier
-
-
-def add_bias(head: WeightHead, bias: float) -> None:
-    """Add `bias` to the gate's logit for good."""
-    list(head.net.modules())[-1].bias.data += bias
+from .repository import add_custom_generate
 
 
 def write_bundle(
-    folder: str | Path, head: WeightHead, card: dict[str, Any], selector: str | Path | None = None
+    folder: str | Path, head: WeightHead, card: Card, selector: str | Path | None = None
 ) -> Path:
     """Write a bundle beside `folder` and move it into place as a whole; an older bundle there is
     replaced.
@@ -43,7 +29,7 @@ def write_bundle(
     selector: folder of `diversed select`, whose network is copied into the bundle.
     """
     folder = Path(folder)
-    # custom_generate is from hf.py, the latter from a process killed while it wrote
+    # custom_generate is from repository.py, the latter from a process killed while it wrote
     ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
     if folder.exists() and not (
         folder.is_dir() and {path.name for path in folder.iterdir()} <= ours
@@ -56,10 +42,7 @@ def write_bundle(
         new = Path(room) / "bundle"
         new.mkdir()
         head = head.to("cpu", torch.float32).eval()
-        # Not save_file: it hides a full disk in an error of its own and makes files that only their
-        # owner can read.
-        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-        (new / "head.safetensors").write_bytes(save(tensors))
+        write_head(new, head)
         (new / "example.safetensors").write_bytes(save(_example(head)))
         _write_card(new, card)
         if selector is not None:
@@ -79,23 +62,21 @@ def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:
     _write_card(bundle.folder, with_frontier(bundle.card, rows))
 
 
-def _write_card(folder: Path, card: dict[str, Any]) -> None:
+def _write_card(folder: Path, card: Card) -> None:
     """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's
     files once more.
     """
     for name, text in (
-        ("card.json", json.dumps(card, indent=2) + "\n"),
+        ("card.json", json.dumps(card.to_json(), indent=2) + "\n"),
         ("README.md", model_card(card)),
     ):
         write_whole(folder / name, text)
-    if card.get("custom_generate"):
-        from .hf import add_custom_generate
-
+    if card.custom_generate:
         add_custom_generate(folder)
 
 
 def _example(head: WeightHead, count: int = 6, vocab: int = 12) -> dict[str, torch.Tensor]:
-    """Rows of two imagined models, hidden states around those of training, and the gate's logit
+    """Rows of two imagined models, hidden states around those of training, and the head's logit
     [count] there.
     """
     generator = torch.Generator().manual_seed(0)

@@ -9,136 +9,109 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from .. import __version__
-from ..runtime.bundle import FORMAT
-from ..verifier.head import FEATURES, WeightHead
+from ..runtime.bundle import ROLES, Card, HeadCard
+from ..verifier.head import WeightHead
 
+# Columns of `eval.summary.summarise` that go on a card.
 MEASURED = (
-    "method",
-    "relaxation",
-    "temperature",
-    "draft_length",
-    "requests",
-    "score",
-    "score_low",
-    "score_high",
-    "difference",
-    "difference_low",
-)
-MEASURED += (
-    "difference_high",
-    "step_acceptance",
-    "accepted_share",
-    "tokens_per_call",
-    "tokens_per_second",
-)
-MEASURED += ("mean_weight", "mean_bias", "substitutions")
+    "method relaxation temperature draft_length requests score score_low score_high difference"
+    " difference_low difference_high step_acceptance accepted_share tokens_per_call"
+    " tokens_per_second mean_weight mean_bias substitutions"
+).split()
 
 
-def make_card(
-    head: WeightHead, training: dict[str, Any], draft_length: int, bias: float
-) -> dict[str, Any]:
+def make_card(head: WeightHead, training: dict[str, Any], draft_length: int, bias: float) -> Card:
     """The card of a head that was just trained. training: train.json; its figures are not measured
     yet.
     """
     manifest = training["manifest"]
-    return {
-        "format": FORMAT,
-        "models": {role: manifest[role] for role in ("target", "draft")},
-        "tokenizer": manifest["tokenizer"],
-        "vocab": manifest["vocab"],
-        "head": {
-            "features": head.features,
-            "feature_names": list(FEATURES) if head.needs_logits else [],
-            "width": head.width,
-            "draft_hidden": head.draft_hidden,
-            "target_hidden": head.target_hidden,
-            "blend": training.get("settings", {}).get("blend", "probabilities"),
-        },
-        "features": dict(FEATURES) if head.needs_logits else {},
-        "bias": bias,
-        "sampling": manifest["sampling"],
-        "draft_length": draft_length,
-        "task": manifest["task"],
-        "metric": manifest.get("metric", "score"),
-        "training": {
+    settings = training.get("settings", {})
+    return Card(
+        models={role: manifest[role] for role in ROLES},
+        tokenizer=manifest["tokenizer"],
+        vocab=manifest["vocab"],
+        head=HeadCard.of(head, settings.get("blend", "probabilities")),
+        bias=bias,
+        sampling=manifest["sampling"],
+        draft_length=draft_length,
+        task=manifest["task"],
+        metric=manifest.get("metric", "score"),
+        training={
             "traces_sha256": training["traces_sha256"],
             "relaxation": manifest["relaxation"],
-            "settings": training.get("settings", {}),
+            "settings": settings,
             "figures": training.get("figures", []),
         },
-        "frontier": [],
-        "versions": {
+        versions={
             "diversed": __version__,
             "torch": version("torch"),
             "safetensors": version("safetensors"),
         },
-    }
+    )
 
 
-def with_frontier(card: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def with_frontier(card: Card, rows: list[dict[str, Any]]) -> Card:
     """The card with measured figures; rows are those of `eval.summary.summarise`."""
-    return card | {"frontier": [{name: row[name] for name in MEASURED} for row in rows]}
+    return replace(card, frontier=[{name: row[name] for name in MEASURED} for row in rows])
 
 
-def with_calibration(card: dict[str, Any], evidence: dict[str, Any]) -> dict[str, Any]:
-    """The card of a bundle whose bias `diversed calibrate` chose; evidence["bias"] None where it
-    closed the gate.
+def with_calibration(card: Card, evidence: dict[str, Any]) -> Card:
+    """The card of a bundle whose bias `diversed calibrate` chose; evidence["bias"] is None if it
+    closed the head.
 
-    Figures measured before are dropped: their biases were counted from another gate.
+    Figures measured before are dropped: their biases were counted from another head.
     """
-    return card | {
-        "bias": card["bias"] + (evidence["bias"] or 0),
-        "calibration": evidence,
-        "frontier": [],
-    }
+    bias = card.bias + (evidence["bias"] or 0)
+    return replace(card, bias=bias, calibration=evidence, frontier=[])
 
 
-def model_card(card: dict[str, Any]) -> str:
+def model_card(card: Card) -> str:
     """README.md of a bundle: a Hugging Face model card made from card.json alone."""
-    target, draft, head = card["models"]["target"], card["models"]["draft"], card["head"]
-    text = _CARD.format(
+    target, draft = card.models["target"], card.models["draft"]
+    return _CARD.format(
         header=_header(card),
         target=_code(target["name"]),
         draft=_code(draft["name"]),
         target_hash=target["hash"],
         draft_hash=draft["hash"],
-        task=card["task"],
-        features={
-            "hidden": "the last hidden states of both models",
-            "logits": "numbers computed from both rows",
-        }.get(
-            head["features"],
-            "the last hidden states of both models and numbers computed from both rows",
-        ),
-        net=f"one hidden layer of {head['width']}" if head["width"] else "linear",
+        task=card.task,
+        features=_READS[card.head.features],
+        net=f"one hidden layer of {card.head.width}" if card.head.width else "linear",
         sampling=", ".join(
-            f"{name.replace('_', '-')} {value:g}" for name, value in card["sampling"].items()
+            f"{name.replace('_', '-')} {value:g}" for name, value in card.sampling.items()
         ),
-        draft_length=card["draft_length"],
-        bias=f"{card['bias']:g}",
-        traces=str(card["training"]["traces_sha256"])[:16],
-        transformers=_TRANSFORMERS if card.get("custom_generate") else "",
-        calibration=_calibration(card.get("calibration"), card["metric"]),
-        cost=_cost(card["frontier"], card["metric"]),
-        portable=(
-            "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on"
-            " another pair, untested."
-            if head["features"] == "logits"
-            else "It reads hidden states, so it works with these two models only."
-        ),
-        versions=", ".join(f"{name} {number}" for name, number in card["versions"].items()),
+        draft_length=card.draft_length,
+        bias=f"{card.bias:g}",
+        traces=str(card.training["traces_sha256"])[:16],
+        transformers=_TRANSFORMERS if card.custom_generate else "",
+        calibration=_calibration(card.calibration, card.metric),
+        cost=_cost(card.frontier, card.metric),
+        portable=_PORTABLE if card.head.features == "logits" else _BOUND,
+        versions=", ".join(f"{name} {number}" for name, number in card.versions.items()),
     )
-    return text
+
+
+_READS = {
+    "hidden": "the last hidden states of both models",
+    "logits": "numbers computed from both rows",
+    "both": "the last hidden states of both models and numbers computed from both rows",
+}
+_PORTABLE = (
+    "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on another pair,"
+    " untested."
+)
+_BOUND = "It reads hidden states, so it works with these two models only."
 
 
 _CARD = """{header}
 # Learned verifier for speculative decoding
 
-A gate that says, token by token, how much of the draft's distribution may replace the target's: text comes faster
+A head that says, token by token, how much of the draft's distribution may replace the target's: text comes faster
 than with exact speculative decoding, and it is no longer exactly the target's. The table below is the price that was
 measured. Method: DIVERSED ([arXiv 2604.07622](https://arxiv.org/abs/2604.07622)); code: `diversed`.
 
@@ -149,8 +122,8 @@ measured. Method: DIVERSED ([arXiv 2604.07622](https://arxiv.org/abs/2604.07622)
 | task it was trained on | {task} |
 | sampling | {sampling} |
 | draft length | {draft_length} tokens |
-| gate | {net}, on {features} |
-| bias | {bias}, part of the gate's weights |
+| head | {net}, on {features} |
+| bias | {bias}, part of the head's weights |
 | traces | sha256 `{traces}` |
 
 ## Use
@@ -190,7 +163,7 @@ target.generate(**inputs, assistant_model=draft, custom_generate="THIS_FOLDER", 
 _COST_NOTE = """
 `{metric}` is the task's score with a 95 % bootstrap interval over prompts, then its difference to exact decoding,
 paired by prompt. Step acceptance: mean over positions of 1 - TV(draft, relaxed target). Tokens per target call count
-the extra token. Bias: mean over positions of TV(target, relaxed target). Substitutions: expected number of tokens per
+the bonus token. Bias: mean over positions of TV(target, relaxed target). Substitutions: expected number of tokens per
 text that differ from the target's own."""
 
 
@@ -201,12 +174,12 @@ def _calibration(evidence: dict[str, Any] | None, metric: str) -> str:
     limit, level = f"{evidence['max_quality_drop']:g}", f"{evidence['level']:g}"
     if evidence["bias"] is None:
         outcome = (
-            f"No bias is shown to stay within {limit}: the gate is CLOSED, decoding with it is"
+            f"No bias is shown to stay within {limit}: the head is CLOSED, decoding with it is"
             " exact decoding."
         )
     else:
         outcome = (
-            f"The gate holds a bias of {evidence['bias']:g}, the largest that is shown to lose at"
+            f"The head holds a bias of {evidence['bias']:g}, the largest that is shown to lose at"
             f" most {limit}; the probability that it loses more is at most {level}. `;bias=` counts"
             " from there and is not covered."
         )
@@ -265,9 +238,9 @@ def _cost(frontier: list[dict[str, Any]], metric: str) -> str:
     )
 
 
-def _header(card: dict[str, Any]) -> str:
+def _header(card: Card) -> str:
     """YAML front matter; a json string is a YAML string."""
-    names = [card["models"][role]["name"] for role in ("target", "draft")]
+    names = [card.name(role) for role in ROLES]
     hub = [
         name
         for name in names
@@ -280,7 +253,7 @@ def _header(card: dict[str, Any]) -> str:
         "- speculative-decoding",
         "- diversed",
     ]
-    lines += ["- custom_generate"] if card.get("custom_generate") else []
+    lines += ["- custom_generate"] if card.custom_generate else []
     if hub:
         lines += ["base_model:", *(f"- {json.dumps(name)}" for name in hub)]
     return "\n".join(["---", *lines, "---"])

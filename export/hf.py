@@ -1,34 +1,23 @@
-"""A bundle as a repository for `model.generate(..., custom_generate=FOLDER)` of transformers, and
-what runs there.
+"""`generate` of transformers with a bundle: what runs where `custom_generate` names its folder.
 
-The repository is the bundle with a folder custom_generate/ in it. transformers copies the Python
-files of that folder into a cache of its own and runs them there, away from the bundle; so the gate
-travels in one of them, gate.py. They wrap the two modules and call the loop of this package, which
-must be installed: requirements.txt says so, and transformers looks.
+It takes the arguments of transformers and calls the loop of this package. A field of
+GenerationConfig is honoured, means nothing here, or must be left at its default; FIELDS says which.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from numbers import Real
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import __version__
-from ..files import SEEDS, within, write_whole
-from ..runtime.bundle import FILES, read_card
+from ..files import SEEDS, within
+from ..runtime.bundle import read_card
 from ..runtime.completion import Completion, Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine
@@ -36,59 +25,55 @@ from ..runtime.model import Pair, make_pair
 from ..runtime.sampling import Sampling
 from ..verifier.head import LARGEST_BIAS
 from ..verifier.relax import Relaxation
+from .repository import unpacked
 
-HONOURED = (
-    "max_new_tokens",
-    "max_length",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "eos_token_id",
-)
-HONOURED += (
-    "pad_token_id",
-    "stop_strings",
-    "num_return_sequences",
-    "num_assistant_tokens",
-    "return_dict_in_generate",
-)
-COUNTS = ("max_new_tokens", "max_length", "num_return_sequences", "num_assistant_tokens")
-SWITCHES = ("do_sample", "return_dict_in_generate")
-# Arguments of `generate` that ask for nothing where they are an empty list or False.
+
+def _count(name: str, value: Any) -> None:
+    within(1, **{name: value})
+
+
+def _token(name: str, value: Any) -> None:
+    within(-1, **{name: value})  # -1 is some models' word for none
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool | None):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+
+
+def _read_later(name: str, value: Any) -> None:
+    """Checked where it is read: by `Sampling`, `_ends` and `_stop`."""
+
+
+def _neutral(name: str, value: Any) -> None:
+    """Nothing in the loop reads it, with or without custom_generate."""
+
+
+# Field of GenerationConfig -> check of its kind. Every other field must be at its default.
+FIELDS: dict[str, Callable[[str, Any], None]] = {
+    "max_new_tokens": _count,
+    "max_length": _count,
+    "num_return_sequences": _count,
+    "num_assistant_tokens": _count,
+    "do_sample": _switch,
+    "return_dict_in_generate": _switch,
+    "pad_token_id": _token,
+    "eos_token_id": _read_later,
+    "stop_strings": _read_later,
+    "temperature": _read_later,
+    "top_k": _read_later,
+    "top_p": _read_later,
+    "min_p": _read_later,
+    "bos_token_id": _neutral,
+    "transformers_version": _neutral,
+    "_from_model_config": _neutral,
+    "disable_compile": _neutral,
+}
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+# Arguments of `generate` that ask for nothing if they are an empty list or False.
 EMPTY = ("logits_processor", "stopping_criteria", "synced_gpus")
-# Nothing in the loop reads these, with or without custom_generate.
-NEUTRAL = ("bos_token_id", "transformers_version", "_from_model_config", "disable_compile")
 # transformers gives the loop what says where the repository is to be had, too.
 PLACE = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-
-UNPACKING = Lock()
-CARRIED = tuple(name for name in FILES if name != "README.md")
-GENERATE = '''"""Speculative decoding with the learned verifier in gate.py; needs the package `diversed`."""
-
-from diversed.export.hf import generate as _generate
-
-from .gate import FILES
-
-
-def generate(model, **arguments):
-    return _generate(model, FILES, **arguments)
-'''
-
-
-def add_custom_generate(bundle: str | Path) -> None:
-    """Make the folder of a bundle a repository that transformers can decode from."""
-    bundle = Path(bundle)
-    files = {name: base64.b64encode((bundle / name).read_bytes()).decode() for name in CARRIED}
-    folder = bundle / "custom_generate"
-    folder.mkdir(exist_ok=True)
-    lines = "".join(f'    "{name}": "{content}",\n' for name, content in files.items())
-    write_whole(
-        folder / "gate.py", f'"""The bundle\'s files, in base64."""\n\nFILES = {{\n{lines}}}\n'
-    )
-    write_whole(folder / "generate.py", GENERATE)
-    write_whole(folder / "requirements.txt", f"diversed>={__version__}\ntransformers>=5.19\n")
 
 
 def generate(
@@ -113,7 +98,7 @@ def generate(
     inputs:       [B, T] int64 prompts, padded on the left where `attention_mask` is 0; also given as `input_ids`.
     tokenizer:    needed with `stop_strings` only.
     method:       a key of METHODS.
-    bias:         added to the gate's logit: larger is faster and further from the target.
+    bias:         added to the head's logit: larger is faster and further from the target.
     options:      fields of GenerationConfig; what is neither honoured nor at its default is refused. The seeds of the
                   texts come from torch's global generator.
     """
@@ -165,14 +150,9 @@ def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_kinds(fields: dict[str, Any]) -> None:
-    """Refuse fields of GenerationConfig whose kind is wrong; the numbers of sampling are checked by
-    `Sampling`.
-    """
-    within(1, **{name: fields.get(name) for name in COUNTS})
-    within(-1, pad_token_id=fields.get("pad_token_id"))  # -1 is some models' word for none
-    for name in SWITCHES:
-        if not isinstance(fields.get(name), bool | None):
-            raise TypeError(f"`{name}` must be True or False, got {fields[name]!r}")
+    """Refuse fields of GenerationConfig whose kind is wrong."""
+    for name, check in FIELDS.items():
+        check(name, fields.get(name))
 
 
 def _check_own(method: str, bias: float) -> None:
@@ -203,11 +183,13 @@ def _stop(given: str | list[str] | None, tokenizer) -> tuple[str, ...]:
 
 
 def _check_streamer(streamer, count: int) -> None:
-    if streamer is not None and count > 1:
+    if streamer is None:
+        return
+    if count > 1:
         raise ValueError(
             f"`streamer` shows one text, got {count}; leave it out or decode them one by one"
         )
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(
             f"`streamer` must have the methods put and end, got {streamer!r}; see TextStreamer"
         )
@@ -217,7 +199,7 @@ def _refuse(model, assistant_model, config, rest: dict[str, Any]) -> None:
     """ValueError for whatever the loop cannot do."""
     if assistant_model is None:
         raise ValueError(
-            "`assistant_model` is missing: give the draft model that the gate was trained with"
+            "`assistant_model` is missing: give the draft model that the head was trained with"
         )
     if not isinstance(assistant_model, nn.Module):
         raise TypeError(
@@ -240,17 +222,13 @@ def _refuse(model, assistant_model, config, rest: dict[str, Any]) -> None:
         )
     standard = type(config)().to_dict() | config._get_default_generation_params()
     for name, value in config.to_dict().items():
-        if (
-            value is None
-            or name in HONOURED + NEUTRAL
-            or (value or None) == (standard.get(name) or None)
-        ):
-            continue
-        raise ValueError(
-            f"`{name}` must be left at its default {standard.get(name)!r}, got {value!r}:"
-            " `custom_generate` of diversed cannot honour it; pass the default, or set it in"
-            " model.generation_config"
-        )
+        free = value is None or name in FIELDS
+        if not free and (value or None) != (standard.get(name) or None):
+            raise ValueError(
+                f"`{name}` must be left at its default {standard.get(name)!r}, got {value!r}:"
+                " `custom_generate` of diversed cannot honour it; pass the default, or set it in"
+                " model.generation_config"
+            )
 
 
 def _prompts(
@@ -259,17 +237,12 @@ def _prompts(
     """Token ids of every prompt without its padding, and all [B, T]; takes what it reads out of
     `rest`.
     """
-    ids, mask = (
-        rest.pop("input_ids", None) if inputs is None else inputs,
-        rest.pop("attention_mask", None),
-    )
-    whole = isinstance(ids, Tensor) and not (
-        ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool
-    )
-    if not whole or ids.dim() != 2 or not ids.numel():
-        came = (
-            f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        )
+    ids = rest.pop("input_ids", None) if inputs is None else inputs
+    mask = rest.pop("attention_mask", None)
+    came = type(ids).__name__
+    if isinstance(ids, Tensor):
+        came = f"{list(ids.shape)} of {ids.dtype}"
+    if not _are_ids(ids):
         raise ValueError(
             f"`input_ids` must be a tensor [B, T] of token ids, got {came}; encode the prompts"
             " first"
@@ -278,27 +251,30 @@ def _prompts(
         raise ValueError(
             "`input_ids` hold `pad_token_id`; give `attention_mask`, which says where it is padding"
         )
-    mask = torch.ones_like(ids) if mask is None else mask
-    keep = mask == 1 if isinstance(mask, Tensor) and mask.shape == ids.shape else None
-    if (
-        keep is None
-        or not (keep | (mask == 0)).all()
-        or not keep[:, -1].all()
-        or (keep[:, :-1] > keep[:, 1:]).any()
-    ):
-        came = (
-            type(mask).__name__
-            if not isinstance(mask, Tensor)
-            else list(mask.shape)
-            if keep is None
-            else "others"
-        )
-        raise ValueError(
-            f"`attention_mask` must be a tensor {list(ids.shape)} like `input_ids`, zeros and then"
-            f" ones in every row, got {came}; pad prompts on the left (tokenizer.padding_side ="
-            " 'left')"
-        )
+    keep = _kept(torch.ones_like(ids) if mask is None else mask, ids)
     return [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)], ids
+
+
+def _are_ids(ids: Any) -> bool:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        return False
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
+
+
+def _kept(mask: Any, ids: Tensor) -> Tensor:
+    """[B, T] bool, False at the padding on the left."""
+    came = type(mask).__name__
+    if isinstance(mask, Tensor):
+        came = list(mask.shape)
+        if mask.shape == ids.shape:
+            came, keep = "others", mask == 1
+            rises = (keep[:, :-1] <= keep[:, 1:]).all()
+            if rises and keep[:, -1].all() and (keep | (mask == 0)).all():
+                return keep
+    raise ValueError(
+        f"`attention_mask` must be a tensor {list(ids.shape)} like `input_ids`, zeros and then ones"
+        f" in every row, got {came}; pad prompts on the left (tokenizer.padding_side = 'left')"
+    )
 
 
 def _new_tokens(config, length: int) -> int:
@@ -328,66 +304,29 @@ def _ends(config) -> tuple[int, ...]:
 
 
 def _pair(model, assistant_model, tokenizer, eos: tuple[int, ...]) -> Pair:
-    names = (str(module.name_or_path) for module in (model, assistant_model))
-    pair = make_pair(
-        model, assistant_model, _Silent() if tokenizer is None else tokenizer, tuple(names)
-    )
-    return replace(pair, eos=eos)
+    names = str(model.name_or_path), str(assistant_model.name_or_path)
+    reader = _Silent() if tokenizer is None else tokenizer
+    return replace(make_pair(model, assistant_model, reader, names), eos=eos)
 
 
 def _engine(pair: Pair, files: dict[str, str], method: str, bias: float, config) -> Engine:
-    folder = _unpacked(files)
-    card = read_card(folder)
-    length = config.num_assistant_tokens or card.get("draft_length", 0)
+    folder = unpacked(files)
+    length = config.num_assistant_tokens or read_card(folder).draft_length
     within(1, MAX_NODES, num_assistant_tokens=length)
-    blend = card["head"].get("blend", "probabilities")
-    relaxation = Relaxation("learned", bias=bias or None, source=str(folder), blend=blend)
+    relaxation = Relaxation.of_bundle(folder, bias or None)
     return Engine(pair, method, relaxation, length, sampling=_sampling(config))
 
 
-def _unpacked(files: dict[str, str]) -> Path:
-    """The bundle in a folder of this process: one for all calls, because Python gives a note once
-    for every text.
-    """
-    contents = {name: _content(files, name) for name in CARRIED}
-    digest = hashlib.sha256(b"".join(contents.values())).hexdigest()
-    with UNPACKING:
-        folder = Path(_room(os.getpid()).name, f"custom_generate-{digest[:8]}")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            if not (folder / name).is_file():  # in a long life the machine may have tidied it away
-                (folder / name).write_bytes(content)
-    return folder
-
-
-@cache
-def _room(process: int) -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="diversed-")
-
-
-def _content(files: dict[str, str], name: str) -> bytes:
-    try:
-        return base64.b64decode(files[name], validate=True)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"custom_generate/gate.py does not hold {name}; export the bundle again"
-        ) from None
-
-
 def _sampling(config) -> Sampling:
-    """Without do_sample the most likely token. Where nothing else is asked for transformers takes
-    the first 50.
+    """Without do_sample the most likely token. If nothing else is asked for, transformers takes the
+    50 most likely.
     """
     if not config.do_sample:
         return Sampling(temperature=0)
-    values = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    standard = config._get_default_generation_params()
-    return Sampling(
-        **{
-            name: standard.get(name, 0) if value is None else value
-            for name, value in values.items()
-        }
-    )
+    values = config._get_default_generation_params()
+    asked = {name: getattr(config, name) for name in SAMPLED}
+    values |= {name: value for name, value in asked.items() if value is not None}
+    return Sampling(**{name: values.get(name, 0) for name in SAMPLED})
 
 
 @contextmanager

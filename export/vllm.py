@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..runtime.bundle import Bundle, load_bundle
+from ..runtime.bundle import ROLES, Bundle, load_bundle
 from ..runtime.relaxer import Relaxer, bundle_relaxer, settled
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree, Verdict, draw
@@ -103,9 +103,9 @@ def check(config, v2: bool) -> None:
     vocab = min(
         model.get_vocab_size() for model in (spec.target_model_config, spec.draft_model_config)
     )
-    if bundle and bundle.card["vocab"] != vocab and not bundle.card.get("any_pair"):
+    if bundle and bundle.card.vocab != vocab and not bundle.card.any_pair:
         raise ValueError(
-            f"bundle {rule.source} is for a vocabulary of {bundle.card['vocab']}, these models"
+            f"bundle {rule.source} is for a vocabulary of {bundle.card.vocab}, these models"
             f" share {vocab}"
         )
 
@@ -129,7 +129,7 @@ def chosen(text: str) -> tuple[Relaxation, Bundle | None]:
         )
     rule = settled(rule, bundle)
     # A shard of a model has no fingerprint to compare with the card.
-    names = (bundle.card["models"][role]["name"] for role in ("target", "draft"))
+    names = map(bundle.card.name, ROLES)
     logger.warning(
         "diversed: %s was trained for target %s and draft %s; see that vLLM serves these",
         text,

@@ -1,43 +1,177 @@
-"""Reading a bundle: one trained head in a folder that can be moved, checked and refused.
+"""A bundle: one trained head in a folder that can be moved, checked and refused.
 
-    head.safetensors     the gate's tensors, float32
+    head.safetensors     the head's tensors, float32
     card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
-    example.safetensors  a few rows of both models and the gate's logit there: replayed every time the bundle is loaded
+    example.safetensors  a few rows of both models and the head's logit there: replayed at every loading
     README.md            the card for people, generated from card.json
-    selector.json, selector.safetensors   where it has one, what chooses the tree to draw (`runtime.shape_network`)
+    selector.json, selector.safetensors   what chooses the tree to draw (`runtime.shape_network`); optional
 
-A bundle comes from strangers: it is safetensors and json only, file names are fixed, and shapes are
-compared with the card before any tensor is read.
+A bundle comes from strangers. It is safetensors and json only, file names are fixed, and shapes are
+compared with the card before any tensor is read. `export.bundle_writer` writes bundles.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
+from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
+from ..files import read_object, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 
 FORMAT = 1
-FILES = ("card.json", "head.safetensors", "example.safetensors", "README.md")
+HEAD = "head.safetensors"
+FILES = ("card.json", HEAD, "example.safetensors", "README.md")
+ROLES = ("target", "draft")
+AGAIN = "export the bundle again"
 LARGEST_CARD = 16 << 20  # bytes
-# A gate's logit is a float32 sum of up to some ten thousand terms; another machine's order of
+# A head's logit is a float32 sum of up to some ten thousand terms; another machine's order of
 # summation moves it by less than 1e-4 of its size, a changed feature or a wrong tensor by far more
 # than this.
 TOLERANCE = 1e-3
+SIZES = ("draft_hidden", "target_hidden", "width")
+# Of the entries that a use may need and an older card may lack.
+ENTRIES = {
+    "vocab": optional(whole(0)),
+    "bias": optional(number()),
+    "draft_length": optional(whole(0)),
+    "frontier": optional(list_of(lambda row: isinstance(row, dict), "objects")),
+    "head.blend": optional(one_of("probabilities", "logits")),
+}
+ENTRIES["calibration"] = Field(
+    lambda value: value is None or isinstance(value, dict) and "bias" in value,
+    "what `diversed calibrate` writes, or null",
+    needed=False,
+)
+ENTRIES |= dict.fromkeys(("any_pair", "custom_generate"), optional(FLAG))
+ENTRIES |= dict.fromkeys(("tokenizer", "task", "metric"), optional(TEXT))
+ENTRIES |= dict.fromkeys(("training", "versions"), optional(OBJECT))
+
+
+@dataclass(frozen=True)
+class HeadCard:
+    """What a head is built from and how it is used, see `WeightHead` and `Relaxation.blend`."""
+
+    features: str
+    draft_hidden: int
+    target_hidden: int
+    width: int
+    feature_names: list[str] = field(default_factory=list)
+    blend: str = "probabilities"
+
+    @classmethod
+    def of(cls, head: WeightHead, blend: str = "probabilities") -> HeadCard:
+        names = list(FEATURES) if head.needs_logits else []
+        sizes = (getattr(head, name) for name in SIZES)
+        return cls(head.features, *sizes, names, blend)
+
+    @classmethod
+    def from_json(cls, described: dict[str, Any], path: Path) -> HeadCard:
+        """ValueError if no head has the sizes and features that `path` describes."""
+        sizes = {name: described.get(name) for name in SIZES}
+        if bad := {
+            name: size
+            for name, size in sizes.items()
+            if type(size) is not int or not 0 <= size <= LARGEST_SIZE
+        }:
+            raise ValueError(f"{path} states sizes that no head has: {bad}; write it again")
+        if described.get("features") not in KINDS:
+            raise ValueError(
+                f"{path}: features must be one of {KINDS}, got {described.get('features')!r}"
+            )
+        return _known(cls, described)
+
+    def head(self) -> WeightHead:
+        return WeightHead(self.features, self.draft_hidden, self.target_hidden, self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """card.json: what a head was trained on and for.
+
+    models:       "target" and "draft" -> name, hash and hidden_size of the model.
+    vocab:        tokens that both models share; tokenizer: its hash.
+    bias:         part of the head's weights, added to its logit at export or by `calibrate`.
+    sampling:     fields of `Sampling` in training; draft_length: tokens drafted a step.
+    training:     checksum of the traces, their relaxation, settings and figures of the training.
+    frontier:     figures that `diversed eval` measured, a row for each method and relaxation.
+    any_pair:     the head may be used with models that it was not trained for.
+    custom_generate: the folder is also a repository for `generate` of transformers.
+    calibration:  how `diversed calibrate` chose the bias, None if it did not.
+    """
+
+    models: dict[str, dict[str, Any]]
+    tokenizer: str = ""
+    vocab: int = 0
+    head: HeadCard
+    bias: float = 0.0
+    sampling: dict[str, Any]
+    draft_length: int = 0
+    task: str = ""
+    metric: str = "score"
+    training: dict[str, Any] = field(default_factory=dict)
+    frontier: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    any_pair: bool = False
+    custom_generate: bool = False
+    calibration: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], folder: Path) -> Card:
+        """The card of the bundle in `folder`; ValueError if it lacks what every use needs."""
+        if (version := values.get("format")) != FORMAT:
+            raise ValueError(
+                f"bundle {folder} has format {version!r}, this version reads {FORMAT}; export it"
+                " again"
+            )
+        path = folder / "card.json"
+        if missing := [
+            key for key in ("models", "head", "sampling") if not isinstance(values.get(key), dict)
+        ]:
+            raise ValueError(f"{path} lacks {', '.join(missing)}; {AGAIN}")
+        for role in ROLES:
+            model = values["models"].get(role)
+            if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+                raise ValueError(f"{path} does not name the {role} model; {AGAIN}")
+        if found := fault(values, ENTRIES):
+            raise ValueError(f"{path} is damaged ({found}); {AGAIN}")
+        card = _known(cls, values | {"head": HeadCard.from_json(values["head"], path)})
+        if card.head.features != "hidden" and card.head.feature_names != list(FEATURES):
+            raise ValueError(
+                f"bundle {folder} was trained on other features of the rows than this version"
+                f" computes: {card.head.feature_names} instead of {list(FEATURES)}; train the head"
+                " again"
+            )
+        return card
+
+    def to_json(self) -> dict[str, Any]:
+        """The values of card.json; `features` explains the numbers that the head reads."""
+        features = dict(FEATURES) if self.head.features != "hidden" else {}
+        return {"format": FORMAT, **asdict(self), "features": features}
+
+    def name(self, role: str) -> str:
+        """Name of the "target" or "draft" model."""
+        return self.models[role]["name"]
+
+
+def _known(kind: type, values: dict[str, Any]) -> Any:
+    """The dataclass with those of the values that it has a field for."""
+    return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A loaded bundle: the gate, its card and the folder it came from."""
+    """A loaded bundle: the head, its card and the folder it came from."""
 
     head: WeightHead
-    card: dict[str, Any]
+    card: Card
     folder: Path
 
 
@@ -61,12 +195,12 @@ def load_bundle(
     """
     folder = Path(folder)
     card = read_card(folder)
-    head = _read_head(folder, card)
+    head = read_head(folder, card.head)
     _replay(folder, head)
     misfits = "; ".join(
         filter(None, (_misfit(card, "target", target), _misfit(card, "draft", draft)))
     )
-    any_pair = any_pair or card.get("any_pair") is True
+    any_pair = any_pair or card.any_pair
     if misfits and any_pair and head.features == "logits":
         warnings.warn(
             f"bundle {folder} is used with models it was not trained for: {misfits}", stacklevel=2
@@ -76,94 +210,69 @@ def load_bundle(
         if any_pair:
             hint += " (any_pair=True is only for heads with features='logits')"
         raise ValueError(f"bundle {folder} does not fit these models: {misfits}; {hint}")
-    if sampling is not None and (differences := _differences(card["sampling"], asdict(sampling))):
+    if sampling is not None and (differences := _differences(card.sampling, asdict(sampling))):
         warnings.warn(
             f"bundle {folder} was not trained for these sampling settings: {differences};"
             " acceptance and quality may differ from its card",
             stacklevel=2,
         )
-    calibration = card.get("calibration")
+    calibration = card.calibration
     if target is not None and calibration and calibration["bias"] is None:
         warnings.warn(
-            f"the gate of bundle {folder} is closed, decoding with it is exact: `diversed"
+            f"the head of bundle {folder} is closed, decoding with it is exact: `diversed"
             " calibrate` found no bias that is shown to lose at most"
-            f" {calibration['max_quality_drop']:g}",
+            f" {calibration.get('max_quality_drop')}",
             stacklevel=2,
         )
     return Bundle(head=head, card=card, folder=folder)
 
 
-def read_card(folder: str | Path) -> dict[str, Any]:
+def read_card(folder: str | Path) -> Card:
     """card.json of a bundle, with the entries that every use needs."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"bundle {folder} is not a folder; `diversed export` writes one")
     if missing := [name for name in FILES[:3] if not (folder / name).is_file()]:
-        missing = " and no ".join(missing)
         raise FileNotFoundError(
-            f"bundle {folder} has no {missing}; write it again with `diversed export`"
+            f"bundle {folder} has no {' and no '.join(missing)}; write it again with `diversed"
+            " export`"
         )
-    if (folder / "card.json").stat().st_size > LARGEST_CARD:
-        raise ValueError(
-            f"{folder / 'card.json'} is larger than {LARGEST_CARD} bytes: this is not a bundle's"
-            " card"
-        )
-    try:
-        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{folder / 'card.json'} is not readable json ({error}); export the bundle again"
-        ) from None
-    version = card.get("format") if isinstance(card, dict) else None
-    if version != FORMAT:
-        raise ValueError(
-            f"bundle {folder} has format {version!r}, this version reads {FORMAT}; export it again"
-        )
-    if missing := [
-        key for key in ("models", "head", "sampling") if not isinstance(card.get(key), dict)
-    ]:
-        raise ValueError(
-            f"{folder / 'card.json'} lacks {', '.join(missing)}; export the bundle again"
-        )
-    for role in ("target", "draft"):
-        model = card["models"].get(role)
-        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-            raise ValueError(
-                f"{folder / 'card.json'} does not name the {role} model; export the bundle again"
-            )
-    return card
+    path = folder / "card.json"
+    if path.stat().st_size > LARGEST_CARD:
+        raise ValueError(f"{path} is larger than {LARGEST_CARD} bytes: this is not a bundle's card")
+    return Card.from_json(read_object(path, AGAIN), folder)
 
 
-def check_sizes(described: dict[str, Any], path: Path) -> dict[str, int]:
-    """The sizes of a gate that `path` describes; ValueError where no gate has them."""
-    sizes = {name: described.get(name) for name in ("draft_hidden", "target_hidden", "width")}
-    if bad := {k: v for k, v in sizes.items() if type(v) is not int or not 0 <= v <= LARGEST_SIZE}:
-        raise ValueError(f"{path} states sizes that no gate has: {bad}; write it again")
-    if described.get("features") not in KINDS:
-        raise ValueError(
-            f"{path}: features must be one of {KINDS}, got {described.get('features')!r}"
-        )
-    return sizes
+def read_head(
+    folder: Path, card: HeadCard, wish: str = "card.json describes", remedy: str = AGAIN
+) -> WeightHead:
+    """The head in a folder, without gradients; ValueError if it is not the one of `card`.
 
-
-def _read_head(folder: Path, card: dict[str, Any]) -> WeightHead:
-    described = card["head"]
-    sizes = check_sizes(described, folder / "card.json")
-    with torch.device(
-        "meta"
-    ):  # shapes without memory: the file is compared with them before it is read
-        head = WeightHead(described["features"], **sizes)
-    if head.needs_logits and described.get("feature_names") != list(FEATURES):
-        raise ValueError(
-            f"bundle {folder} was trained on other features of the rows than this version computes:"
-            f" {described.get('feature_names')} instead of {list(FEATURES)}; train the head again"
-        )
+    wish, remedy: who asks for that head, and what to do if the file is damaged; for the sentences.
+    """
+    with torch.device("meta"):  # shapes without memory: the file is compared with them first
+        head = card.head()
     wanted = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
-    head.load_state_dict(read_tensors(folder / "head.safetensors", wanted), assign=True)
+    head.load_state_dict(read_tensors(folder / HEAD, wanted, wish, remedy), assign=True)
     return head.eval().requires_grad_(False)
 
 
-def read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+def write_head(folder: Path, head: WeightHead) -> Path:
+    """Write the head's tensors; equal heads make equal bytes."""
+    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    # Not save_file: it hides a full disk in an error of its own and makes files that only their
+    # owner can read.
+    return write_whole(folder / HEAD, save(tensors))
+
+
+def add_bias(head: WeightHead, bias: float) -> None:
+    """Add `bias` to the head's logit for good."""
+    list(head.net.modules())[-1].bias.data += bias
+
+
+def read_tensors(
+    path: Path, wanted: dict[str, list[int]], wish: str = "card.json describes", remedy: str = AGAIN
+) -> dict[str, Tensor]:
     """The float32 tensors of a file, after its header was found to state exactly the wanted shapes."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -172,12 +281,10 @@ def read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Te
                 name: part.get_shape() for name, part in slices.items() if part.get_dtype() == "F32"
             }
             if found != wanted or len(slices) != len(wanted):
-                raise ValueError(
-                    f"{path} holds float32 tensors {found}, but card.json describes {wanted}"
-                )
+                raise ValueError(f"{path} holds float32 tensors {found}, but {wish} {wanted}")
             tensors = {name: file.get_tensor(name) for name in wanted}
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); export the bundle again") from None
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ValueError(
             f"{path}: {', '.join(bad)} holds values that are not finite; train the head again"
@@ -186,7 +293,8 @@ def read_tensors(path: Path, wanted: dict[str, list[int]]) -> dict[str, torch.Te
 
 
 @torch.no_grad()
-def logits_of(head: WeightHead, example: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits_of(head: WeightHead, example: dict[str, Tensor]) -> Tensor:
+    """[X] the head's logit at the rows and hidden states of an example."""
     return head(
         logit_features(example["draft"], example["target"]) if head.needs_logits else None,
         example["hidden"] if head.needs_hidden else None,
@@ -194,7 +302,7 @@ def logits_of(head: WeightHead, example: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def _replay(folder: Path, head: WeightHead) -> None:
-    """Refuse a bundle whose gate does not give again what it gave when it was exported."""
+    """Refuse a bundle whose head does not give again what it gave when it was exported."""
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     wanted = {"draft": [6, 12], "target": [6, 12], "hidden": [6, size], "logit": [6]}
     example = read_tensors(folder / "example.safetensors", wanted)
@@ -202,18 +310,18 @@ def _replay(folder: Path, head: WeightHead) -> None:
     error = float((got - expected).abs().max())
     if not error <= TOLERANCE * (1 + float(expected.abs().max())):
         raise ValueError(
-            f"bundle {folder} does not repeat its stored example: the gate's logit differs by"
+            f"bundle {folder} does not repeat its stored example: the head's logit differs by"
             f" {error:.3g}; it is damaged or was written by another version: export it again"
         )
 
 
-def _misfit(card: dict[str, Any], role: str, model: Any) -> str | None:
+def _misfit(card: Card, role: str, model: Any) -> str | None:
     """What is wrong with using `model` in this role, saying what was expected and what came; None
     if it fits.
     """
     if model is None:
         return None
-    expected = card["models"][role]
+    expected = card.models[role]
     came = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
     if all(expected.get(key) == came[key] for key in ("hash", "hidden_size")):
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..files import MOST_THREADS, Folder, within, worker
-from .bundle import read_card
+from .bundle import ROLES, read_card
 from .drafting import Branches
 from .model import Pair, load_pair
 
@@ -60,8 +60,8 @@ class BundleModels(Models):
         """The pair that was named, else the bundle's, else the packaged one."""
         given = {role: name for role, name in vars(self).items() if name is not None}
         if bundle and not {"target", "draft"} <= given.keys():
-            models = read_card(bundle)["models"]
-            given = {role: models[role]["name"] for role in ("target", "draft")} | given
+            card = read_card(bundle)
+            given = {role: card.name(role) for role in ROLES} | given
         return Models(**given)
 
 

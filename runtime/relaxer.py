@@ -159,7 +159,7 @@ def bundle_relaxer(rule: Relaxation, bundle: Bundle, device: torch.device) -> Re
 
 def settled(rule: Relaxation, bundle: Bundle) -> Relaxation:
     """The relaxation with the blend of the bundle's card, which the string may leave out."""
-    blend = bundle.card["head"].get("blend", "probabilities")
+    blend = bundle.card.head.blend
     if rule.blend not in ("", blend):
         raise ValueError(
             f"bundle {rule.source} was trained for the blend of {blend}, got {str(rule)!r}; leave"

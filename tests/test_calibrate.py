@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ from diversed.eval.calibration import choose, drop_test, upper_bound
 from diversed.eval.sweep import Sweep
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.bundle import load_bundle
+from diversed.runtime.bundle import HeadCard, load_bundle
 from diversed.runtime.model import load_pair
 from diversed.runtime.relaxer import load_relaxer
 from diversed.runtime.sampling import Sampling
@@ -52,7 +53,7 @@ def test_the_chosen_bias_drops_by_more_than_the_limit_no_more_often_than_the_lev
     assert wrong <= allowed(TRIALS, LEVEL) and right > 0.4 * TRIALS
 
 
-def test_five_hundred_prompts_show_a_gate_that_loses_nothing():
+def test_five_hundred_prompts_show_a_head_that_loses_nothing():
     """A limit of two points and one prompt in fifty scored differently: 72 % in 4,000 trials, here of 300."""
     rows = drawn(numpy.random.default_rng(1), (300, 500), 0, 0.02)
     assert sum(drop_test(row, 0.02) <= LEVEL for row in rows) > 0.6 * 300
@@ -126,11 +127,11 @@ def test_the_largest_justified_bias_is_written_into_the_bundle_with_its_evidence
     """No text of this pair is right, so both biases lose nothing; 12 prompts show at most .33 of that."""
     assert run(bundle, workplace, 0.4) == 0
     printed = capsys.readouterr().out
-    assert "bias 1: quality drop +0.0000, at most" in printed and "now has bias 1 in its gate" in printed
+    assert "bias 1: quality drop +0.0000, at most" in printed and "now has bias 1 in its head" in printed
     assert "note: exact decoding itself scores 0.000 on these prompts, so nothing could lose more than 0.4" in printed
     card = load_bundle(bundle).card
-    assert logit(bundle) == 1.0 and card["bias"] == 1.5 and card["frontier"] == []
-    evidence = card["calibration"]
+    assert logit(bundle) == 1.0 and card.bias == 1.5 and card.frontier == []
+    evidence = card.calibration
     assert evidence["bias"] == 1 and [found["bias"] for found in evidence["tried"]] == [-1, 1]
     assert evidence["tried"][1]["upper_bound"] == pytest.approx((20 ** (1 / 12) - 1) / 0.9, abs=1e-5)
     assert (evidence["prompts"], evidence["split"], evidence["level"]) == (12, "validation", 0.05)
@@ -146,12 +147,12 @@ def test_the_largest_justified_bias_is_written_into_the_bundle_with_its_evidence
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 
 
-def test_where_no_bias_is_justified_the_gate_is_closed_and_says_so(workplace, bundle, capsys):
+def test_where_no_bias_is_justified_the_head_is_closed_and_says_so(workplace, bundle, capsys):
     assert run(bundle, workplace, 0.1) == 1
-    assert "no bias of" in (printed := capsys.readouterr().out) and "its gate is closed now" in printed
+    assert "no bias of" in (printed := capsys.readouterr().out) and "its head is closed now" in printed
     card = load_bundle(bundle).card
-    assert card["calibration"]["bias"] is None and card["bias"] == 0.5
-    assert [found["bias"] for found in card["calibration"]["tried"]] == [-1]
+    assert card.calibration["bias"] is None and card.bias == 0.5
+    assert [found["bias"] for found in card.calibration["tried"]] == [-1]
     assert "CLOSED, decoding with it is exact decoding" in (bundle / "README.md").read_text()
     with pytest.warns(UserWarning, match=r"is closed, decoding with it is exact: .* shown to lose at most 0.1"):
         relaxer = load_relaxer(f"{bundle};bias=2", workplace[1], Sampling())
@@ -178,7 +179,7 @@ def test_a_bundle_of_another_head_is_not_calibrated_from_texts_of_the_old_one(wo
     (bundle.parent / "elsewhere").rename(bundle.parent / "bundle-calibration" / "bundle")
     torch.manual_seed(0)
     head = WeightHead("logits", width=2)
-    write_bundle(bundle, head, workplace[2] | {"head": workplace[2]["head"] | {"width": 2}})
+    write_bundle(bundle, head, replace(workplace[2], head=HeadCard.of(head)))
     assert run(bundle, workplace, 0.4) == 2
     assert "holds the calibration of another head; choose another --out" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from diversed import cli
 from diversed.commands import options, settings
-from diversed.commands.export import _read_training, export
+from diversed.commands.export import export
 from diversed.data.requests import read_lines
 from diversed.data.sources import read_rows
 from diversed.data.traces import MANIFEST, read_manifest, read_shards
@@ -24,6 +24,7 @@ from diversed.runtime.sampling import Sampling
 from diversed.runtime.shapes import parse_shape
 from diversed.selector.latencies import read_latencies
 from diversed.train.module import _started
+from diversed.train.record import read_trained
 from diversed.verifier import METHODS, DraftTree
 from diversed.verifier.enumerate_laws import Pair, drafts, law_error
 from diversed.verifier.head import WeightHead
@@ -195,13 +196,13 @@ def test_brackets_without_end_are_refused(place, reader):
     [
         ("traces", read_manifest, MANIFEST),
         ("bundle", load_bundle, "card.json"),
-        ("train", _read_training, "train.json"),
+        ("train", read_trained, "train.json"),
     ],
 )
 def test_brackets_without_end_in_a_folder_are_refused(untouched, tmp_path, name, reader, file):
     folder = shutil.copytree(untouched / name, tmp_path / name)
     (folder / file).write_bytes(b"[" * 100_000)
-    with pytest.raises(ValueError, match=f"{file} is not .* json|{file} is not valid JSON"):
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
         reader(folder)
 
 
@@ -359,7 +360,7 @@ def test_a_bundle_of_strangers_is_read_or_refused(spoil, data):
 def test_a_training_of_strangers_is_read_or_refused(spoil, data):
     folder = spoil(data.draw, "train")
     answered(_started, folder, WeightHead("both", draft_hidden=4, target_hidden=8, width=3))
-    answered(_read_training, folder)
+    answered(read_trained, folder)
     answered(lambda: export(train=str(folder), out=str(folder.parent / "exported")))
 
 

@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 import torch
 from diversed.commands.export import export
-from diversed.export.bundle_writer import add_bias, add_frontier, write_bundle
-from diversed.export.hf import HONOURED, NEUTRAL, _refuse
+from diversed.export.bundle_writer import add_frontier, write_bundle
+from diversed.export.hf import FIELDS, _refuse
 from diversed.files import SEEDS
-from diversed.runtime.bundle import load_bundle
+from diversed.runtime.bundle import add_bias, load_bundle
 from diversed.runtime.engine import decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling
@@ -283,7 +283,7 @@ def test_every_field_that_the_loop_does_not_read_is_refused_away_from_its_defaul
     pair, never = tiny_pair(11), object()
     folder = repository(tmp_path / "gate", pair)
     fields = GenerationConfig().to_dict() | GenerationConfig._get_default_generation_params()
-    for name in set(fields) - set(HONOURED + NEUTRAL):
+    for name in set(fields) - set(FIELDS):
         config = GenerationConfig()
         setattr(config, name, never)
         with pytest.raises(ValueError, match=f"`{name}` must be left at its default"):
@@ -331,7 +331,7 @@ def test_models_in_half_precision_give_the_texts_of_our_loop(tmp_path, dtype):
     [
         ("card.json", None, "does not hold card.json; export the bundle again"),
         ("card.json", "!", "does not hold card.json"),
-        ("card.json", "bm8=", "card.json is not readable json"),
+        ("card.json", "bm8=", "card.json is damaged"),
         ("head.safetensors", "bm8=", "head.safetensors is damaged"),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_repository_whose_bundle_is_written_anew_holds_the_new_one(tmp_path):
 def test_a_repository_is_a_bundle_moves_and_refuses_other_models(tmp_path):
     pair, other = tiny_pair(11), tiny_pair(11, seed=7)
     folder = repository(tmp_path / "gate", pair)
-    assert load_bundle(folder, pair.target, pair.draft).card["custom_generate"] is True
+    assert load_bundle(folder, pair.target, pair.draft).card.custom_generate is True
     readme = (folder / "README.md").read_text()
     assert "custom_generate=" in readme and "\n- custom_generate\n" in readme
     assert (folder / "custom_generate" / "requirements.txt").read_text().startswith("diversed>=")

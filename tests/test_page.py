@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -177,7 +178,7 @@ def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path
     assert best_point(run)["relaxation"] == "somewhere/bundle"
     rows = [*run.rows, run.rows[-1] | {"relaxation": "other/calibrated"}]
     tried = [{"bias": -1.25, "drop": 0.01, "upper_bound": 0.0295, "p": 0.04, "passed": True}]
-    card = {"calibration": {"bias": -1.25, "max_quality_drop": 0.03, "prompts": 500, "tried": tried}}
+    card = SimpleNamespace(calibration={"bias": -1.25, "max_quality_drop": 0.03, "prompts": 500, "tried": tried}, training={})
     calibrated = type(run)(**vars(run) | {"rows": rows, "cards": {"other/calibrated": card}})
     assert best_point(calibrated)["relaxation"] == "other/calibrated"
     words = Reader(page([calibrated], ["no numbers"])).words
@@ -186,7 +187,7 @@ def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path
         "Bias -1.25, the largest shown to lose at most 0.03 of the score, on 500" in " ".join(one.split()) for one in words
     )
     assert {"within the limit", "0.0295", "yes"} <= set(words)
-    card["calibration"]["bias"] = None
+    card.calibration["bias"] = None
     assert any("this gate is closed" in one for one in Reader(page([calibrated], ["no numbers"])).words)
 
 

@@ -134,7 +134,7 @@ def test_a_bundles_card_says_the_blend_and_the_string_may_agree(tmp_path):
     export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
     folder, cpu = tmp_path / "bundle", torch.device("cpu")
     for blend, other in (("probabilities", "logits"), ("logits", "probabilities")):
-        change(folder, head=load_bundle(folder).card["head"] | {"blend": blend})
+        change(folder, head=load_bundle(folder).card.to_json()["head"] | {"blend": blend})
         bundle = load_bundle(folder)
         for text in (f"{folder}", f"{folder};blend={blend}"):
             assert bundle_relaxer(parse(text), bundle, cpu).rule.blend == blend

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Trainer, seed_everything
-from safetensors.torch import save
 
 from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_whole
+from ..runtime.bundle import SIZES, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import build_trainer, fit, quiet, sentences, settle
 from .module import HeadOptions, VerifierModule
@@ -173,15 +173,10 @@ def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings
             f"training in {folder} ended in numbers that are not finite; lower lr and choose"
             " another --out"
         )
-    sizes = ("features", "draft_hidden", "target_hidden", "width")
-    described = {name: getattr(head, name) for name in sizes}
-    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    path = write_whole(
-        folder / "head.safetensors", save(tensors, metadata={"head": json.dumps(described)})
-    )
+    path = write_head(folder, head)
     trained = {
         "format": 1,
-        "head": described,
+        "head": {name: getattr(head, name) for name in ("features", *SIZES)},
         "head_sha256": sha256(path),
         "settings": settings,
         "traces": [str(traces) for traces in data.folders],

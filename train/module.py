@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ..files import within
+from ..runtime.bundle import HEAD, HeadCard, read_head
 from ..verifier.head import LARGEST_SIZE, WeightHead
 from .fit import Mean, Sum, Training
 from .losses import OBJECTIVES, at_least_0, own_options
@@ -263,23 +262,13 @@ class HeadFigures(nn.Module):
 
 
 def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
-    """The tensors of the gate in `folder`; ValueError where it is none of this kind."""
-    path = folder / "head.safetensors"
-    if not path.is_file():
+    """The tensors of the head in `folder`, which must be of the same kind as `head`."""
+    if not (folder / HEAD).is_file():
         raise FileNotFoundError(
-            f"`start` {folder} holds no head.safetensors; give a folder of `diversed train` or a"
-            " bundle"
+            f"`start` {folder} holds no {HEAD}; give a folder of `diversed train` or a bundle"
         )
     try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"`start`: {path} is damaged ({error}); train it again") from None
-    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
-        raise ValueError(
-            f"`start`: the gate in {folder} has other features or another width than the one to"
-            " train"
-        )
-    if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise ValueError(f"`start`: {path} holds values that are not finite; train it again")
-    return tensors
+        found = read_head(folder, HeadCard.of(head), "the head to train has", "train it again")
+    except ValueError as error:
+        raise ValueError(f"`start`: {error}") from None
+    return found.state_dict()

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..files import write_whole
-from ..verifier.head import WeightHead
 from .datamodule import TraceModule, TraceOptions
 from .losses import OBJECTIVES
+from .record import read_trained
 
 BIASES = [step / 4 for step in range(-40, 17)]
 
@@ -96,13 +95,11 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     Every position of a text is substituted by itself with probability w TV; a substitution costs
     its harm.
     """
-    training = json.loads((train / "train.json").read_text())
-    if not OBJECTIVES[training["settings"]["objective"]].harms:
-        kept = _kept_epoch(training)
+    record, head = read_trained(train)
+    if not OBJECTIVES[record["settings"]["objective"]].harms:
+        kept = _kept_epoch(record)
         part = "held_out" if "held_out_reward_estimate" in kept else "train"
         return 0.0, kept[f"{part}_reward_estimate"], kept[f"{part}_reward"]
-    head = WeightHead(**training["head"])
-    head.load_state_dict(load_file(train / "head.safetensors"))
     graded = not ((data.texts.reward == 0) | (data.texts.reward == 1)).all()
     earned = torch.zeros(len(BIASES), dtype=torch.float64)
     base, texts = 0.0, 0
