@@ -199,13 +199,13 @@ def test_a_gate_starts_from_another_one_of_its_kind(finished, traces, tmp_path):
     settings = {**SETTINGS, "epochs": 1, "lr": 0.0, "weight_decay": 0.0, "start": str(finished)}
     out = train(traces=traces, out=str(tmp_path / "train"), **settings)
     assert (out / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="`start`: the gate in .* has other features or another width"):
+    with pytest.raises(ValueError, match="`start`: .* holds float32 tensors .*, but the head to train has"):
         train(traces=traces, out=str(tmp_path / "other"), **{**settings, "width": 8})
     with pytest.raises(FileNotFoundError, match="`start` .* holds no head.safetensors; give a folder of"):
         train(traces=traces, out=str(tmp_path / "other"), **{**settings, "start": str(tmp_path)})
     broken = {name: tensor * math.nan for name, tensor in load_file(finished / "head.safetensors").items()}
     save_file(broken, tmp_path / "head.safetensors")
-    with pytest.raises(ValueError, match="`start`: .*head.safetensors holds values that are not finite"):
+    with pytest.raises(ValueError, match="`start`: .*head.safetensors: .* holds values that are not finite"):
         train(traces=traces, out=str(tmp_path / "other"), **{**settings, "start": str(tmp_path)})
 
 
