@@ -379,7 +379,7 @@ def takes_apart(source: str) -> set[int]:
             bad = any(text.endswith(OPTIONS) for text in texts[:-1]) or texts[0] in OPTIONS
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             given = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            about = ast.unparse(node.func.value)
+            about = "" if isinstance(node.func.value, ast.Constant) else ast.unparse(node.func.value)
             bad = node.func.attr in METHODS_OF_TEXT and (";" in given or "relaxation" in about)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and isinstance(node.left, ast.Constant):
             bad = str(node.left.value).removeprefix(";").startswith(("bias=", "blend=", "budget="))
