@@ -52,14 +52,15 @@ AROUND = [
     for right, up in SIDES
 ]
 BESIDE = [(10, sign * up) for up in range(0, 240, 3) for sign in (1, -1)]
+LOWER_LEFT = ("lower left", (0.0, -0.02))  # where the page's figures tell markers apart
 FAR = 14  # points between a point and its label from which on a line joins them
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a figure: a value at each tick, None if there is none; its kind, marker and name."""
+    """A line of a figure: a value at each tick, nan if there is none; its kind, marker and name."""
 
-    values: list[float | None]
+    values: list[float]
     kind: str
     marker: int
     name: str
@@ -122,44 +123,47 @@ def frontier_svg(groups: dict[str, list[Row]], speed: str, name: str) -> str:
         axes.set_xlabel(SPEED_NAMES[speed], loc="right", color=INK)
         axes.set_title(readable(rows[0]["metric"] or "score"), loc="left", fontsize=9.5, color=INK)
         if len(groups) > 1:
-            _marker_legend(figure, list(groups), "lower left", (0.0, -0.02))
+            _marker_legend(figure, list(groups), *LOWER_LEFT)
         return _svg(figure, tips, f"quality against {SPEED_NAMES[speed]}")
 
 
 def lines_svg(
     series: list[Series],
     ticks: list[str],
-    x_name: str,
-    y_name: str,
+    axis_names: tuple[str, str],
     name: str,
-    zero: bool = False,
+    markers: Sequence[str] = (),
 ) -> str:
     """Lines over evenly spaced ticks for the page, each named at its end.
 
-    name: with that of x unique on the page; zero: y begins at 0.
+    axis_names: of x and y; name: with that of x unique on the page; markers: what they stand for.
     """
+    x_name, y_name = axis_names
     names = [line.name if len(line.name) < 23 else f"{line.name[:21]}…" for line in series]
     with _style(f"{name} {x_name}"):
         room = 0.05 + 0.0135 * max(map(len, names))
         figure, axes = _canvas((5.4, 4.1), (0.1, 0.13, 0.9 - room, 0.77), 9)
         labels, tips = [], []
-        for line, name in zip(series, names, strict=True):
-            values = [math.nan if value is None else value for value in line.values]
-            colour = KINDS[line.kind][0]
-            marker = MARKERS[line.marker % len(MARKERS)]
-            (drawn,) = axes.plot(ticks, values, marker=marker, markersize=5, color=colour, lw=1.2)
+        for line, end_name in zip(series, names, strict=True):
+            style = {"color": KINDS[line.kind][0], "marker": MARKERS[line.marker % len(MARKERS)]}
+            (drawn,) = axes.plot(ticks, line.values, markersize=5, linewidth=1.2, **style)
             drawn.set_gid(f"tip-{len(tips)}")
-            known = [(tick, value) for tick, value in zip(ticks, line.values, strict=True)]
-            numbers = [f"{tick}: {value:.4g}" for tick, value in known if value is not None]
-            tips.append(f"{line.name}: {', '.join(numbers)}")
-            last = [value for value in line.values if value is not None][-1]
-            labels.append(Label(len(ticks) - 1, last, readable(name), line.kind))
-        if zero:
-            axes.set_ylim(bottom=0)
+            known = {
+                tick: value
+                for tick, value in zip(ticks, line.values, strict=True)
+                if not math.isnan(value)
+            }
+            numbers = ", ".join(f"{tick}: {value:.4g}" for tick, value in known.items())
+            tips.append(f"{line.name}: {numbers}")
+            last = list(known.values())[-1]
+            labels.append(Label(len(ticks) - 1, last, readable(end_name), line.kind))
+        axes.set_ylim(bottom=0)
         axes.set_xlabel(x_name, loc="right", color=INK)
         axes.set_title(y_name, loc="left", fontsize=9.5, color=INK)
         labels.sort(key=lambda label: label.y)
         _write_labels(figure, axes, labels, [], BESIDE, 8.5, figure.bbox.extents)
+        if len(markers) > 1:
+            _marker_legend(figure, markers, *LOWER_LEFT)
         return _svg(figure, tips, f"{y_name} against {x_name}")
 
 
@@ -457,7 +461,7 @@ def _range(counts: list[int]) -> str:
 
 
 def _marker_legend(
-    figure: Figure, names: list[str], location: str, anchor: tuple[float, float]
+    figure: Figure, names: Sequence[str], location: str, anchor: tuple[float, float]
 ) -> None:
     marks = [
         Line2D([], [], linestyle="none", marker=MARKERS[number % len(MARKERS)], color=SOFT)

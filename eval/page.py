@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 from importlib.resources import files as packaged
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -125,24 +125,24 @@ def _figures(words: str, rows: list[Row]) -> dict[str, Any]:
     """The figures of rows that share them, and their acceptance by depth as a table."""
     variants = _variants(rows)
     depth = max(len(row["acceptance_by_depth"]) for row in rows)
-    ticks = [str(one) for one in range(1, 1 + depth)]
-    series = []
-    for number, variant in enumerate(variants.values()):
+    series, table = [], []
+    for marker, (said, variant) in enumerate(variants.items()):
+        table += [(row["relaxation"], said, row["acceptance_by_depth"]) for row in variant]
         for row in _main(variant):
-            known = [None if math.isnan(value) else value for value in row["acceptance_by_depth"]]
-            values = known + [None] * (depth - len(known))
-            series.append(Series(values, kind_of(row), number, _end_name(row, rows)))
-    table = [
-        (row["relaxation"], said, row["acceptance_by_depth"])
-        for said, variant in variants.items()
-        for row in variant
-    ]
-    kinds = {kind_of(row) for row in rows}
+            known = row["acceptance_by_depth"]
+            values = known + [math.nan] * (depth - len(known))
+            if not all(map(math.isnan, values)):
+                series.append(Series(values, kind_of(row), marker, _end_name(row, rows)))
+    ticks = [str(one) for one in range(1, 1 + depth)]
+    by_depth = ""
+    if series:
+        by_depth = lines_svg(series, ticks, ("depth", "accepted so far"), words, list(variants))
+    kinds = set(map(kind_of, rows))
     return {
         "words": words,
         "kinds": [kind for kind in KINDS if kind in kinds],
         "frontiers": [frontier_svg(variants, speed, words) for speed in SPEED_NAMES],
-        "depth": lines_svg(series, ticks, "depth", "accepted so far", words) if ticks else "",
+        "depth": by_depth,
         "ticks": ticks,
         "table": table,
     }
@@ -170,17 +170,17 @@ def _batches(runs: list[Run], rows: list[Row]) -> list[tuple[str, str]]:
     figures = []
     for words, group in _groups(rows).items():
         found: dict[tuple[str, str], dict[int, float]] = {}
-        for row in _main(group):
+        for row in chain(*map(_main, _variants(group).values())):
             key = _end_name(row, group), kind_of(row)
             found.setdefault(key, {})[sizes[row["run"]]] = row["tokens_per_second"]
         series = [
-            Series([speeds.get(size) for size in ticks], kind, 0, name)
+            Series([speeds.get(size, math.nan) for size in ticks], kind, 0, name)
             for (name, kind), speeds in found.items()
             if len(speeds) > 1
         ]
         if series:
             names = list(map(str, ticks))
-            figures.append((words, lines_svg(series, names, "batch", "tokens/s", words, zero=True)))
+            figures.append((words, lines_svg(series, names, ("batch", "tokens/s"), words)))
     return figures
 
 

@@ -1,6 +1,7 @@
 """The report page: escaped whatever the texts hold, complete in itself, the same bytes twice, the record's numbers."""
 
 import json
+import math
 import random
 import re
 import shutil
@@ -321,7 +322,7 @@ def test_a_figure_is_text_in_the_colours_of_the_page_and_says_its_numbers(tmp_pa
 
 
 def test_a_line_skips_the_ticks_that_have_no_value_and_is_named_once():
-    svg = lines_svg([Series([0.5, None, 0.25], "learned", 0, "a < b")], ["1", "2", "3"], "depth", "share", "x")
+    svg = lines_svg([Series([0.5, math.nan, 0.25], "learned", 0, "a < b")], ["1", "2", "3"], ("depth", "share"), "x")
     assert "<title>a &lt; b: 1: 0.5, 3: 0.25</title>" in svg
     assert [words.strip() for words in Reader(svg).words].count("a < b") == 1
 

@@ -19,7 +19,15 @@ from diversed.data.scores import (
     mean_log_probability,
     rouge,
 )
-from diversed.eval.intervals import bootstrap, mcnemar, paired_bootstrap, same_texts
+from diversed.eval.intervals import (
+    bootstrap,
+    mcnemar,
+    paired_bootstrap,
+    percentiles,
+    ratio_of_sums,
+    resample,
+    same_texts,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -301,3 +309,27 @@ def test_unusable_scores_are_refused_in_one_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_resample_draws_as_many_prompts_as_there_are_and_keeps_a_prompts_columns_together():
+    columns = numpy.stack([numpy.ones(7), numpy.arange(7), 10 * numpy.arange(7)], 1)
+    sums = resample(columns, lambda sums: sums, resamples=50)
+    assert sums.shape == (50, 3) and (sums[:, 0] == 7).all() and (sums[:, 2] == 10 * sums[:, 1]).all()
+    assert len(set(sums[:, 1])) > 10
+    assert (resample(columns, lambda sums: sums, resamples=50) == sums).all()
+    assert (resample(columns, lambda sums: sums, resamples=50, seed=1) != sums).any()
+    with pytest.raises(ValueError, match="`resamples` must be at least 1, got 0"):
+        resample(columns, lambda sums: sums, resamples=0)
+
+
+def test_the_interval_of_a_ratio_is_that_of_a_mean_where_every_whole_is_one():
+    parts = numpy.random.default_rng(0).random(30)
+    assert ratio_of_sums(parts, numpy.ones(30)) == pytest.approx(bootstrap(parts), rel=1e-12)
+    assert ratio_of_sums(3 * parts, parts) == pytest.approx((3, 3, 3), rel=1e-12)
+
+
+def test_percentiles_leave_half_of_the_level_on_either_side():
+    values = numpy.arange(1001.0)
+    assert [end.tolist() for end in percentiles(values, 0.1)] == pytest.approx([50, 950])
+    low, high = percentiles(numpy.stack([values, -values], 1))
+    assert low.tolist() == pytest.approx([25, -975]) and high.tolist() == pytest.approx([975, -25])
