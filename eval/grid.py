@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ..data.prompts import checksum
 from ..data.selection import SplitPrompts
 from ..files import sha256, within
 from ..runtime.engine import Engine, check_prompts
@@ -80,10 +81,6 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
     settings = {
         "target": {"name": models.target, "hash": pair.target.hash},
         "draft": {"name": models.draft, "hash": pair.draft.hash},
-        "task": prompts.task,
-        "data": asdict(prompts.data),
-        "source": task.source,
-        "split": prompts.split,
         "prompts": len(encoded),
         "draft_length": draft_length,  # also if the first cell drafts nothing
         "sampling": asdict(grid.sampling) | {"temperature": first.temperature},
@@ -94,6 +91,8 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
         "dtype": str(pair.target.dtype),
         "device": models.device,
         "threads": run.threads,
+        **task.settings,
+        "prompts_sha256": checksum(encoded),
         "chosen": grid.chosen,
         "heads": _heads(engines.values()),
     }

@@ -134,11 +134,10 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
     texts, seeds = sorted({row["requests"] for row in rows}), [row["seeds"] for row in rows]
     console.print(
         _NOTES.format(
-            metric=first["metric"],
             texts=" to ".join(f"{count:,}" for count in dict.fromkeys((texts[0], texts[-1]))),
             seeds=" to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))),
             at=_at(rows),
-            **{**settings, "sampling": _words(settings["sampling"])},
+            **{**settings, "metric": first["metric"], "sampling": _words(settings["sampling"])},
         ),
         highlight=False,
         markup=False,

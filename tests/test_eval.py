@@ -1,5 +1,6 @@
 """Every figure of an evaluation against its definition, and runs that are cut, continued or changed."""
 
+import dataclasses
 import json
 import math
 import random
@@ -357,6 +358,19 @@ def test_bad_or_changed_options_are_refused_in_a_sentence(finished, options, cha
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
         call(evaluate, out=str(finished), **options | change)
     assert (finished / "results.jsonl").read_bytes() == before
+
+
+def test_other_rows_in_the_same_file_are_refused(options, tmp_path):
+    data = dataclasses.replace(options["data"], path=str(tmp_path / "rows.jsonl"))
+    small = options | {"data": data, "prompts": 2, "relaxations": ["none"], "out": str(tmp_path / "eval")}
+    rows = [{"prompt": "w1 w2 w3", "reference": "1"}, {"prompt": "w4 w5", "reference": "2"}]
+    for reference in ("2", "3"):
+        rows[1]["reference"] = reference
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if reference == "2":
+            call(evaluate, **small)
+    with pytest.raises(ValueError, match="was begun with rows_sha256 '[0-9a-f]{64}', now it is '"):
+        call(evaluate, **small, num_shards=2, shard_index=0)
 
 
 @pytest.mark.parametrize("change", [{"methods": ["tokne"]}, {"relaxations": ["ensemble:2"]}])
