@@ -5,6 +5,7 @@ its default. A new option is added to the file by `python tests/test_golden_opti
 """
 
 import json
+import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_every_option_keeps_its_name_and_its_default(command):
     # `run` prints no nulls, and an option of a mapping is printed when it is given: these can still be written.
     unseen = {name: default for name, default in promised.items() if name not in found}
     printed(command, *words(unseen))
+
+
+@pytest.mark.parametrize("command", [name for name in commands() if name != "run"])
+def test_every_option_has_its_help(command, capsys):
+    """One that has none is printed as its type and default alone."""
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), *(["r"] if command == "report" else []), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.findall(r"--([\w.]+) \S+ \((?:required, )?type: ", text) == []
 
 
 if __name__ == "__main__":

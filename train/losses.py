@@ -65,13 +65,15 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class ReinforceOptions:
-    """Args:
-    lambda_: weight of the acceptance term beside the reward; larger is faster and further from the
-        target.
-    ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
-    acceptance: mean of step acceptance over a text's positions, or the paper's sum, which rewards
-        long texts.
-    blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
+    """Options of the policy gradient.
+
+    Args:
+        lambda_: weight of the acceptance term beside the reward; larger is faster and further from
+            the target.
+        ratio_clip: a token's v_new / v_old counts within [1 - ratio_clip, 1 + ratio_clip].
+        acceptance: mean of step acceptance over a text's positions, or the paper's sum, which
+            rewards long texts.
+        blend: probabilities, or logits as in the paper's code: v proportional to p^(1-w) q^w.
     """
 
     lambda_: float = 1.0
@@ -121,9 +123,11 @@ class Attribution(Objective):
 
 @dataclass(frozen=True)
 class BoundedOptions:
-    """Args:
-    bound: nats of the target's log-likelihood that a text may be expected to lose, for the
-        objective `bounded`.
+    """Options of the bounded objective.
+
+    Args:
+        bound: nats of the target's log-likelihood that a text may be expected to lose, for the
+            objective `bounded`.
     """
 
     bound: float = 10.0
