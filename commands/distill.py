@@ -6,7 +6,9 @@ from pathlib import Path
 
 from ..data.selection import LongPrompts
 from ..runtime.groups import Models, Run
-from ..train.distillation import Fitting, Material, Trained, distill_draft
+from ..train.distillation import Material, distill_draft
+from ..train.draft import Fitting
+from ..train.draft_weights import Trained
 
 
 def distill(

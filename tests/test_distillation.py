@@ -16,9 +16,9 @@ from diversed.data.traces import read_shards
 from diversed.files import exclusive
 from diversed.runtime.model import Model, load_module, load_pair, load_tokenizer
 from diversed.runtime.sampling import Sampling
-from diversed.train import distillation, draft, fit
-from diversed.train.distillation import keep_layers
+from diversed.train import draft, draft_weights, fit
 from diversed.train.draft import DraftModule, Texts, collate, compare
+from diversed.train.draft_weights import keep_layers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -122,7 +122,7 @@ def test_acceptance_before_training_is_that_of_the_traces(place, finished):
     pair = load_pair(*(place[1][name] for name in ("target", "draft")))
     texts = Texts(finished / "traces", pair, place[1]["data"])
     shard = next(read_shards(finished / "traces"))
-    held = torch.isin(shard.prompt, distillation.held_out(24, 0.25, 0))
+    held = torch.isin(shard.prompt, draft.held_out(24, 0.25, 0))
     at = torch.repeat_interleave(held, shard.start.diff())
     expected = float((1 - shard.tv[at].double()).mean())
     assert report(finished)["before"]["held_out_acceptance"] == pytest.approx(expected, abs=1e-5)
@@ -257,7 +257,7 @@ KILLS = {
     "in the middle of the second epoch": lambda: _die_at_step(9),
     "while the second checkpoint replaces the first": lambda: _die_replacing("last.ckpt", 2),
     "between a checkpoint and its figures": lambda: setattr(fit, "_write_metrics", _die),
-    "between training and the adapter": lambda: setattr(distillation._Distilling, "_write_adapter", _die),
+    "between training and the adapter": lambda: setattr(draft_weights, "write_adapter", _die),
     "while the adapter is written": lambda: _die_replacing("adapter_config.json"),
     "while distill.json is written": lambda: _die_replacing("distill.json"),
 }

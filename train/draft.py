@@ -10,9 +10,10 @@ positions at a time, and are computed again where the gradient needs them.
 
 from __future__ import annotations
 
-import time
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Callback, Trainer
@@ -21,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from ..data.batches import Order
+from ..data.batches import Order, held_out
 from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
-from ..files import EVERY
+from ..files import Progress, within
 from ..runtime.model import Pair
 from ..runtime.sampling import Sampling, probabilities
 from .fit import Mean, Training
@@ -158,29 +159,77 @@ def refuse_other_output(module, name: str, tokens: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """How a draft is trained.
+
+    Args:
+        loss: kl, KL(target || draft); or tv, total variation, which is what verification rejects
+            by.
+        epochs: most passes over the texts.
+        batch: texts in a step.
+        lr: highest learning rate of AdamW, after a warm-up; then a cosine to 0 at the last step.
+        validation: share of the prompts held out; acceptance on them decides which epoch's weights
+            are kept.
+        patience: stop after this many epochs without a higher acceptance; 0 trains all epochs.
+    """
+
+    loss: Literal["kl", "tv"] = "kl"
+    epochs: int = 8
+    batch: int = 8
+    lr: float = 1e-3
+    validation: float = 0.1
+    patience: int = 2
+
+    def __post_init__(self):
+        within(1, epochs=self.epochs, batch=self.batch)
+        within(0, patience=self.patience)
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"`lr` must be a positive number, got {self.lr}")
+        if not 0 < self.validation < 1:
+            raise ValueError(
+                "`validation` must be in (0, 1), the share of prompts held out, got"
+                f" {self.validation}"
+            )
+        if self.loss not in LOSSES:
+            raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+
+
 class DraftModule(Training):
     """Trains those weights of a draft that require a gradient; the best epoch has the highest
     acceptance on held-out texts.
 
-    held: batches of the held-out texts; loss: a key of LOSSES; sampling: of the acceptance.
+    sampling: of the rows whose acceptance is measured. seed: decides what is held out, and the
+    order of the texts.
     """
 
-    def __init__(
-        self,
-        pair: Pair,
-        draft: nn.Module,
-        held: DataLoader,
-        loss: str,
-        sampling: Sampling,
-        lr: float,
-        patience: int,
-    ):
-        super().__init__(lr, WEIGHT_DECAY, WARMUP_STEPS, patience)
-        self.draft, self.held, self.loss, self.sampling = draft, held, loss, sampling
+    def __init__(self, pair: Pair, texts: Texts, fitting: Fitting, sampling: Sampling, seed: int):
+        super().__init__(fitting.lr, WEIGHT_DECAY, WARMUP_STEPS, fitting.patience)
+        self.draft, self.texts, self.fitting = pair.draft.module, texts, fitting
+        self.sampling, self.seed = sampling, seed
         self.strict_loading = False  # checkpoints hold what trains
         # In a list the target is neither stored nor moved with us.
         self._target, self._vocab = [pair.target.module], pair.vocab
+        prompts = held_out(len(texts.prompts), fitting.validation, seed)
+        mine = torch.isin(texts.owner, prompts)
+        self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
         self.means = _means()
+
+    def loader(self) -> DataLoader:
+        """Batches of the texts to train on."""
+        return self.texts.loader(self.train_index, self.fitting.batch, self.seed)
+
+    def announcement(self) -> str:
+        """What is said before training."""
+        train, held = len(self.train_index), len(self.held_index)
+        tokens = sum(len(tokens) - before for tokens, before in self.texts.items)
+        trained = sum(tensor.numel() for tensor in self.state_dict().values())
+        weights = sum(tensor.numel() for tensor in self.draft.parameters())
+        steps = -(-train // self.fitting.batch) * self.fitting.epochs
+        return (
+            f"{train} texts to train on and {held} held out, {tokens} tokens; {trained:,} weights"
+            f" of {weights:,} are trained; at most {steps} steps"
+        )
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         loss, acceptance = self._compare(batch, self.means)
@@ -189,7 +238,9 @@ class DraftModule(Training):
 
     def _compare(self, batch: dict[str, Tensor], means: nn.ModuleDict) -> tuple[Tensor, Tensor]:
         """Mean loss and step acceptance of a batch, which are added to `means`."""
-        sums = compare(self._target[0], self.draft, batch, self._vocab, self.loss, self.sampling)
+        sums = compare(
+            self._target[0], self.draft, batch, self._vocab, self.fitting.loss, self.sampling
+        )
         count = batch["mask"].sum()
         loss, acceptance = sums[0] / count, sums[1] / count
         for name, total in zip(means, sums, strict=True):
@@ -201,7 +252,7 @@ class DraftModule(Training):
         """Mean loss and step acceptance over the positions of the held-out texts."""
         where = next(self.draft.parameters()).device
         means = _means().to(where)
-        for batch in self.held:
+        for batch in self.texts.loader(self.held_index, self.fitting.batch):
             self._compare({name: tensor.to(where) for name, tensor in batch.items()}, means)
         return _taken("held_out", means)
 
@@ -250,20 +301,12 @@ def _taken(part: str, means: nn.ModuleDict) -> dict[str, float]:
 
 
 class Pace(Callback):
-    """Where there is no terminal for a bar: now and then how far training is, and how long the rest
-    takes at most.
-    """
+    """How far training is, if there is no terminal for a bar."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Training) -> None:
-        self.began = self.said = time.monotonic()
-        self.first = trainer.global_step
+        total = trainer.estimated_stepping_batches
+        self.progress = Progress("training, step", total, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        now = time.monotonic()
-        if now - self.said < EVERY or trainer.progress_bar_callback:
-            return
-        self.said, total = now, trainer.estimated_stepping_batches
-        left = (
-            (total - trainer.global_step) * (now - self.began) / (trainer.global_step - self.first)
-        )
-        print(f"step {trainer.global_step}/{total}, at most {left:,.0f} s left", flush=True)
+        if not trainer.progress_bar_callback:
+            self.progress.add()
