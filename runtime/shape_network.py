@@ -151,7 +151,7 @@ def _is_time(value: Any) -> bool:
 
 
 _SIZE = whole(1, LARGEST_SIZE)
-_SHAPE = Field(_is_shape, "a shape such as 3x4+2")
+SHAPE = Field(_is_shape, "a shape such as 3x4+2")
 _TIMES = list_of(_is_time, "milliseconds", 1)
 CARD = {
     "method": TEXT,
@@ -166,7 +166,7 @@ CARD = {
         {
             "temperature": number(0, 1e6),
             "top_p": number(0, 1),
-            "shape": _SHAPE,
+            "shape": SHAPE,
             "constant": optional(FLAG),
         },
         1,

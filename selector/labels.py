@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from ..data.shards import ShardFolder
 from ..data.traces import MANIFEST, read_manifest
 from ..files import Folder, Progress, cut_units, sha256, write_whole
 from ..runtime.batch import padded
+from ..runtime.cache import PackedCache
+from ..runtime.drafting import DraftShape
 from ..runtime.engine import check_prompts
-from ..runtime.model import Output, Pair
+from ..runtime.model import Model, Pair
 from ..runtime.relaxer import Relaxer, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
@@ -39,7 +41,7 @@ from ..runtime.shapes import Shape
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
-from ..verifier.tree import Nodes, on_device
+from ..verifier.tree import on_device
 from .supertree import Supertree, take_part
 from .tokens_per_step import chain_tokens, tree_tokens
 
@@ -118,10 +120,10 @@ class Labeller:
             return {}
         passes = [self._pass(model, texts) for model in (self.pair.target, self.pair.draft)]
         size = max(1, self.rows // self.trees)
-        parts = [
-            self._contexts(roots[unit.start : unit.stop], texts, passes, seed)
-            for unit in cut_units(len(roots), size)
-        ]
+        parts = []
+        for unit in cut_units(len(roots), size):
+            chosen = roots[unit.start : unit.stop]
+            parts.append(self._contexts(chosen, texts, passes, seed))
         return {name: torch.cat([part[name] for part in parts]) for name in LAYOUT}
 
     def _texts(self, prompts: dict[int, list[int]], seed: int) -> list[list[int]]:
@@ -133,14 +135,14 @@ class Labeller:
         pairs = zip(prompts.values(), samples, strict=True)
         return [prompt + sample.tokens for prompt, sample in pairs]
 
-    def _pass(self, model, texts: list[list[int]]) -> _Pass:
+    def _pass(self, model: Model, texts: list[list[int]]) -> _Pass:
         tokens, _ = padded(texts, self.pair.target.device)
         nodes = max(supertree.topology.nodes for supertree in self.supertrees)
         cache = model.cache(tokens.shape[1] + nodes)
         slot = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (slot <= slot[:, None]).expand(len(tokens), -1, -1)
         out = model(tokens, slot.expand_as(tokens), visible, cache, 0, hidden=True)
-        return _Pass(model, out, cache)
+        return _Pass(model, out.logits, out.hidden, cache)
 
     def _contexts(
         self,
@@ -153,39 +155,29 @@ class Labeller:
         device = self.pair.target.device
         row, prompt, at = torch.tensor(roots, device=device).unbind(1)
         token = torch.tensor([texts[r][a] for r, _, a in roots], device=device)
-        target, draft = (one.out for one in passes)
-        before = [probabilities(one.out.logits[row, at - 1], self.sampling) for one in passes]
-        root = [probabilities(one.out.logits[row, at], self.sampling) for one in passes]
+        target, draft = passes
+        before = [probabilities(one.logits[row, at - 1], self.sampling) for one in passes]
         repeat = torch.arange(len(roots), device=device).repeat_interleave(self.trees)
         tree = torch.arange(len(repeat), device=device) % self.trees
-        state = _Roots(
-            length=at[repeat],
-            token=token[repeat],
-            rows=[rows[repeat] for rows in root],
-            hidden=[one.out.hidden[row, at].float()[repeat] for one in passes],
-            caches=[_fork(one.cache, row[repeat]) for one in passes],
-            width=target.logits.shape[1],
-            seed=(seed << 44) ^ (prompt[repeat] << 16) ^ (tree + 1),
-        )
-        found = self._tokens_per_step(state)
+        seeds = (seed << 44) ^ (prompt[repeat] << 16) ^ (tree + 1)
+        found = self._tokens_per_step(passes, _Roots(row[repeat], at[repeat], token[repeat], seeds))
         labels = {
             "prompt": prompt,
             "length": at,
             "target_before": target.hidden[row, at - 1].half(),
             "draft_before": draft.hidden[row, at - 1].half(),
             "draft_root": draft.hidden[row, at].half(),
-            "scalars": row_scalars(*before, root[1]),
+            "scalars": row_scalars(*before, probabilities(draft.logits[row, at], self.sampling)),
             "efficiency": found.unflatten(0, (len(roots), self.trees)).mean(1),
         }
         return {name: tensor.cpu() for name, tensor in labels.items()}
 
-    def _tokens_per_step(self, state: _Roots) -> Tensor:
+    def _tokens_per_step(self, passes: list[_Pass], roots: _Roots) -> Tensor:
         """[R, M, A] of one drawn tree each."""
-        size = len(state.length), len(self.methods), len(self.shapes)
-        found = torch.zeros(size, device=state.length.device)
+        size = len(roots.length), len(self.methods), len(self.shapes)
+        found = torch.zeros(size, device=roots.length.device)
         for supertree in self.supertrees:
-            fresh = replace(state, caches=[_fork(cache) for cache in state.caches])
-            tree = self._drafted(supertree, fresh)
+            tree = self._drawn(supertree, passes, roots)
             for a, shape in enumerate(self.shapes):
                 if shape in supertree.shapes:
                     self._fill(found[:, :, a], supertree, tree, shape)
@@ -205,79 +197,71 @@ class Labeller:
             if METHODS[name].drafting == supertree.drafting:
                 found[:, m] = tree_tokens(METHODS[name].unchecked, part)
 
-    def _drafted(self, supertree: Supertree, state: _Roots) -> DraftTree:
+    def _drawn(self, supertree: Supertree, passes: list[_Pass], roots: _Roots) -> DraftTree:
         """The supertree drawn under every root, with the rows of the draft and the relaxed ones of
         the target.
         """
-        topology, pair = supertree.topology, self.pair
-        uniform = uniforms(state.seed, state.length + 1, topology.nodes + supertree.most)
-        tokens = state.token.unsqueeze(1)
-        target_rows, rows = (part.unsqueeze(1) for part in state.rows)
-        target_hidden, hidden = (part.unsqueeze(1) for part in state.hidden)
+        topology = supertree.topology
+        target, draft = (_Run(one, roots, self.sampling) for one in passes)
+        uniform = uniforms(roots.seed, roots.length + 1, topology.nodes + supertree.most)
+        tokens = roots.token.unsqueeze(1)
         for depth in range(1, topology.depth + 1):
-            drawn = supertree.draw(rows, depth, uniform)
-            out = self._call(
-                pair.draft, state, state.caches[1], topology, drawn, topology.levels[depth]
-            )
-            present = (drawn >= 0).unsqueeze(-1)
-            rows = torch.cat([rows, probabilities(out.logits, self.sampling) * present], 1)
-            hidden = torch.cat([hidden, out.hidden.float()], 1)
+            drawn = supertree.draw(draft.rows, depth, uniform)
+            draft.extend(topology, drawn)
+            draft.rows[:, -drawn.shape[1] :] *= (drawn >= 0).unsqueeze(-1)
             tokens = torch.cat([tokens, drawn], 1)
-        nodes = tuple(range(1, topology.nodes))
-        out = self._call(pair.target, state, state.caches[0], topology, tokens[:, 1:], nodes)
-        target_rows = torch.cat([target_rows, probabilities(out.logits, self.sampling)], 1)
-        target_hidden = torch.cat([target_hidden, out.hidden.float()], 1)
-        tree = DraftTree(tokens, topology.parents, rows, target_rows)
-        return self.relaxer.tree(tree, (hidden, target_hidden))
-
-    def _call(self, model, state: _Roots, cache, topology, tokens: Tensor, nodes: Nodes) -> Output:
-        """Run a model on the tokens [R, n] of consecutive nodes."""
-        device = state.length.device
-        first, last = nodes[0], nodes[-1] + 1
-        committed = torch.arange(state.width, device=device) <= state.length[:, None, None]
-        seen = topology.ancestors[first:last, 1:last].to(device).expand(len(tokens), -1, -1)
-        visible = torch.cat([committed.expand(-1, last - first, -1), seen], -1)
-        positions = state.length.unsqueeze(1) + on_device(topology.depths[first:last], device)
-        slot = state.width + first - 1
-        return model(tokens.clamp_min(0), positions, visible, cache, slot, hidden=True)
+        target.extend(topology, tokens[:, 1:])
+        tree = DraftTree(tokens, topology.parents, draft.rows, target.rows)
+        return self.relaxer.tree(tree, (draft.hidden, target.hidden))
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A model's run over the texts: outputs [B, T, ...] and its cache."""
+    """A model's run over the texts: logits [B, T, V], hidden states [B, T, H], and its cache."""
 
-    model: Any
-    out: Output
-    cache: Any
+    model: Model
+    logits: Tensor
+    hidden: Tensor
+    cache: PackedCache
 
 
 @dataclass(frozen=True)
 class _Roots:
-    """R roots.
+    """R roots, each [R]: row of the text, committed tokens before the root, the root, seed."""
 
-    length:       [R] committed tokens before each root; token: [R] the root.
-    rows, hidden: of target and draft at the root, [R, V] and [R, H].
-    caches:       of target and draft; the texts fill the first `width` slots.
-    seed:         [R]
-    """
-
+    row: Tensor
     length: Tensor
     token: Tensor
-    rows: list[Tensor]
-    hidden: list[Tensor]
-    caches: list
-    width: int
     seed: Tensor
 
 
-def _fork(cache, rows: Tensor | None = None):
-    """A copy of a cache that may be written to, of these rows or of all."""
-    twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    if rows is None:
-        rows = torch.arange(len(cache.positions), device=cache.positions.device)
-    twin.select(rows)
-    return twin
+class _Run:
+    """A model's run over trees below R roots: rows [R, n, V] and hidden states [R, n, H] of the
+    nodes so far.
+    """
+
+    def __init__(self, one: _Pass, roots: _Roots, sampling: Sampling):
+        self.model, self.length, self.sampling = one.model, roots.length, sampling
+        at = roots.row, roots.length
+        self.rows = probabilities(one.logits[at], sampling).unsqueeze(1)
+        self.hidden = one.hidden[at].float().unsqueeze(1)
+        self.width = one.logits.shape[1]  # slots that the texts fill
+        self.cache = copy.copy(one.cache)
+        self.cache.layers = [copy.copy(layer) for layer in one.cache.layers]
+        self.cache.select(roots.row)
+
+    def extend(self, topology: DraftShape, tokens: Tensor) -> None:
+        """Run the model on the next n nodes, whose tokens are [R, n]."""
+        device, first = self.length.device, self.rows.shape[1]
+        last = first + tokens.shape[1]
+        committed = torch.arange(self.width, device=device) <= self.length[:, None, None]
+        seen = topology.ancestors[first:last, 1:last].to(device).expand(len(tokens), -1, -1)
+        visible = torch.cat([committed.expand(-1, last - first, -1), seen], -1)
+        positions = self.length.unsqueeze(1) + on_device(topology.depths[first:last], device)
+        slot = self.width + first - 1
+        out = self.model(tokens.clamp_min(0), positions, visible, self.cache, slot, hidden=True)
+        self.rows = torch.cat([self.rows, probabilities(out.logits, self.sampling)], 1)
+        self.hidden = torch.cat([self.hidden, out.hidden.float()], 1)
 
 
 def _chains(tree: DraftTree, supertree: Supertree, shape: Shape, coupled: bool) -> Tensor:

@@ -91,15 +91,13 @@ def _calls(rows: list[dict]) -> Latencies:
         for row in rows
         if row["role"] in ROLES
     }
-    contexts = sorted({context for _, context, _ in timed})
-    tokens = sorted({count for _, _, count in timed})
-    calls = {}
-    for role in ROLES:
-        cells = [timed[role, context, count] for context in contexts for count in tokens]
-        calls[role] = np.array(cells, float).reshape(len(contexts), len(tokens))
-        if not cells or not all((0 <= calls[role]).flat) or not np.isfinite(calls[role]).all():
-            raise ValueError("a call took no time")
-    return Latencies(np.array(tokens), np.array(contexts), calls)
+    places = sorted(timed)
+    contexts, tokens = (np.unique([place[axis] for place in places]) for axis in (1, 2))
+    values = np.array([timed[place] for place in places], float)
+    if not places or not ((values >= 0) & (values < np.inf)).all():
+        raise ValueError("a call took no time")
+    draft, target = values.reshape(len(ROLES), len(contexts), len(tokens))
+    return Latencies(tokens, contexts, {"draft": draft, "target": target})
 
 
 def _steps(rows: list[dict]) -> list[tuple[str, Shape, float, float]]:
