@@ -22,13 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
+from ..fields import FLAG, OBJECT, TEXT, Field, fault, number, objects, one_of, optional, whole
 from ..files import read_object, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 
 FORMAT = 1
 HEAD = "head.safetensors"
-FILES = ("card.json", HEAD, "example.safetensors", "README.md")
+CARD, EXAMPLE = "card.json", "example.safetensors"
+FILES = (CARD, HEAD, EXAMPLE, "README.md")
 ROLES = ("target", "draft")
 AGAIN = "export the bundle again"
 LARGEST_CARD = 16 << 20  # bytes
@@ -37,22 +38,27 @@ LARGEST_CARD = 16 << 20  # bytes
 # than this.
 TOLERANCE = 1e-3
 SIZES = ("draft_hidden", "target_hidden", "width")
-# Of the entries that a use may need and an older card may lack.
-ENTRIES = {
+HEAD_FIELDS = {f"head.{name}": whole(0, LARGEST_SIZE) for name in SIZES}
+HEAD_FIELDS["head.features"] = one_of(*KINDS)
+# Of card.json; what is optional an older card may lack.
+FIELDS = HEAD_FIELDS | {
+    "models.target.name": TEXT,
+    "models.draft.name": TEXT,
+    "sampling": OBJECT,
+    "head.blend": optional(one_of("probabilities", "logits")),
+    "tokenizer": optional(TEXT),
     "vocab": optional(whole(0)),
     "bias": optional(number()),
     "draft_length": optional(whole(0)),
-    "frontier": optional(list_of(lambda row: isinstance(row, dict), "objects")),
-    "head.blend": optional(one_of("probabilities", "logits")),
+    "task": optional(TEXT),
+    "metric": optional(TEXT),
+    "training": optional(OBJECT),
+    "frontier": optional(objects({})),
+    "versions": optional(OBJECT),
+    "any_pair": optional(FLAG),
+    "custom_generate": optional(FLAG),
+    "calibration": Field(lambda value: isinstance(value, dict | None), "an object or null", False),
 }
-ENTRIES["calibration"] = Field(
-    lambda value: value is None or isinstance(value, dict) and "bias" in value,
-    "what `diversed calibrate` writes, or null",
-    needed=False,
-)
-ENTRIES |= dict.fromkeys(("any_pair", "custom_generate"), optional(FLAG))
-ENTRIES |= dict.fromkeys(("tokenizer", "task", "metric"), optional(TEXT))
-ENTRIES |= dict.fromkeys(("training", "versions"), optional(OBJECT))
 
 
 @dataclass(frozen=True)
@@ -71,22 +77,6 @@ class HeadCard:
         names = list(FEATURES) if head.needs_logits else []
         sizes = (getattr(head, name) for name in SIZES)
         return cls(head.features, *sizes, names, blend)
-
-    @classmethod
-    def from_json(cls, described: dict[str, Any], path: Path) -> HeadCard:
-        """ValueError if no head has the sizes and features that `path` describes."""
-        sizes = {name: described.get(name) for name in SIZES}
-        if bad := {
-            name: size
-            for name, size in sizes.items()
-            if type(size) is not int or not 0 <= size <= LARGEST_SIZE
-        }:
-            raise ValueError(f"{path} states sizes that no head has: {bad}; write it again")
-        if described.get("features") not in KINDS:
-            raise ValueError(
-                f"{path}: features must be one of {KINDS}, got {described.get('features')!r}"
-            )
-        return _known(cls, described)
 
     def head(self) -> WeightHead:
         return WeightHead(self.features, self.draft_hidden, self.target_hidden, self.width)
@@ -131,18 +121,9 @@ class Card:
                 f"bundle {folder} has format {version!r}, this version reads {FORMAT}; export it"
                 " again"
             )
-        path = folder / "card.json"
-        if missing := [
-            key for key in ("models", "head", "sampling") if not isinstance(values.get(key), dict)
-        ]:
-            raise ValueError(f"{path} lacks {', '.join(missing)}; {AGAIN}")
-        for role in ROLES:
-            model = values["models"].get(role)
-            if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-                raise ValueError(f"{path} does not name the {role} model; {AGAIN}")
-        if found := fault(values, ENTRIES):
-            raise ValueError(f"{path} is damaged ({found}); {AGAIN}")
-        card = _known(cls, values | {"head": HeadCard.from_json(values["head"], path)})
+        if found := fault(values, FIELDS):
+            raise ValueError(f"{folder / CARD} is damaged ({found}); {AGAIN}")
+        card = known_fields(cls, values | {"head": known_fields(HeadCard, values["head"])})
         if card.head.features != "hidden" and card.head.feature_names != list(FEATURES):
             raise ValueError(
                 f"bundle {folder} was trained on other features of the rows than this version"
@@ -161,7 +142,7 @@ class Card:
         return self.models[role]["name"]
 
 
-def _known(kind: type, values: dict[str, Any]) -> Any:
+def known_fields(kind: type, values: dict[str, Any]) -> Any:
     """The dataclass with those of the values that it has a field for."""
     return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})
 
@@ -197,9 +178,7 @@ def load_bundle(
     card = read_card(folder)
     head = read_head(folder, card.head)
     _replay(folder, head)
-    misfits = "; ".join(
-        filter(None, (_misfit(card, "target", target), _misfit(card, "draft", draft)))
-    )
+    misfits = _misfits(card, {"target": target, "draft": draft})
     any_pair = any_pair or card.any_pair
     if misfits and any_pair and head.features == "logits":
         warnings.warn(
@@ -237,7 +216,7 @@ def read_card(folder: str | Path) -> Card:
             f"bundle {folder} has no {' and no '.join(missing)}; write it again with `diversed"
             " export`"
         )
-    path = folder / "card.json"
+    path = folder / CARD
     if path.stat().st_size > LARGEST_CARD:
         raise ValueError(f"{path} is larger than {LARGEST_CARD} bytes: this is not a bundle's card")
     return Card.from_json(read_object(path, AGAIN), folder)
@@ -305,7 +284,7 @@ def _replay(folder: Path, head: WeightHead) -> None:
     """Refuse a bundle whose head does not give again what it gave when it was exported."""
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     wanted = {"draft": [6, 12], "target": [6, 12], "hidden": [6, size], "logit": [6]}
-    example = read_tensors(folder / "example.safetensors", wanted)
+    example = read_tensors(folder / EXAMPLE, wanted)
     got, expected = logits_of(head, example), example["logit"]
     error = float((got - expected).abs().max())
     if not error <= TOLERANCE * (1 + float(expected.abs().max())):
@@ -315,17 +294,17 @@ def _replay(folder: Path, head: WeightHead) -> None:
         )
 
 
-def _misfit(card: Card, role: str, model: Any) -> str | None:
-    """What is wrong with using `model` in this role, saying what was expected and what came; None
-    if it fits.
-    """
-    if model is None:
-        return None
-    expected = card.models[role]
-    came = {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
-    if all(expected.get(key) == came[key] for key in ("hash", "hidden_size")):
-        return None
-    return f"it was trained for the {role} {_describe(expected)}, but got {_describe(came)}"
+def _misfits(card: Card, models: dict[str, Any]) -> str:
+    """What is wrong with using the models in their roles: expected and what came; "" if they fit."""
+    found = []
+    for role, model in models.items():
+        expected = card.models[role]
+        came = {name: getattr(model, name, None) for name in ("name", "hash", "hidden_size")}
+        fits = all(expected.get(name) == came[name] for name in ("hash", "hidden_size"))
+        if model is not None and not fits:
+            words = f"{_describe(expected)}, but got {_describe(came)}"
+            found.append(f"it was trained for the {role} {words}")
+    return "; ".join(found)
 
 
 def _describe(model: dict[str, Any]) -> str:

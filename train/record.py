@@ -7,12 +7,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..files import read_object
-from ..runtime.bundle import HEAD, HeadCard, read_head
+from ..fields import OBJECT, TEXT, optional, read_checked, whole
+from ..runtime.bundle import HEAD, HEAD_FIELDS, HeadCard, known_fields, read_head
 from ..verifier.head import WeightHead
 
 RECORD = "train.json"
-MANIFEST = ("target", "draft", "tokenizer", "vocab", "sampling", "task", "relaxation")
+FIELDS = HEAD_FIELDS | {
+    "manifest.target": OBJECT,
+    "manifest.draft": OBJECT,
+    "manifest.tokenizer": TEXT,
+    "manifest.vocab": whole(1),
+    "manifest.sampling": OBJECT,
+    "manifest.task": TEXT,
+    "manifest.relaxation": TEXT,
+    "traces_sha256": TEXT,
+    "settings": optional(OBJECT),
+}
 
 
 def read_trained(folder: str | Path) -> tuple[dict[str, Any], WeightHead]:
@@ -22,17 +32,6 @@ def read_trained(folder: str | Path) -> tuple[dict[str, Any], WeightHead]:
         raise FileNotFoundError(
             f"{folder} has no {' and no '.join(missing)}: it is not a finished `diversed train` run"
         )
-    record, shape = _read_record(folder / RECORD)
-    return record, read_head(folder, shape, f"{RECORD} describes", "train again")
-
-
-def _read_record(path: Path) -> tuple[dict[str, Any], HeadCard]:
-    record = read_object(path, "train again")
-    lacking = [name for name in ("head", "manifest") if not isinstance(record.get(name), dict)]
-    if not lacking:
-        lacking = [name for name in MANIFEST if name not in record["manifest"]]
-        lacking += [] if isinstance(record.get("settings", {}), dict) else ["settings"]
-        lacking += [] if "traces_sha256" in record else ["traces_sha256"]
-    if lacking:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}; train again")
-    return record, HeadCard.from_json(record["head"], path)
+    record = read_checked(folder / RECORD, FIELDS, "train again")
+    described = known_fields(HeadCard, record["head"])
+    return record, read_head(folder, described, f"{RECORD} describes", "train again")
