@@ -1,6 +1,8 @@
 """What holds between the methods and what does not, and how far each is from the best rule for its
 drafting law.
 
+    python experiments/laws.py
+
 Two tables in one run. *Accepted tokens*: means over trees drawn by each method's own drafting law,
     exact over the
 randomness of verification, for drafts closer to and farther from the target. block is never below
@@ -17,17 +19,11 @@ import sys
 
 import torch
 from diversed.commands.bench import measure
-from diversed.verifier.enumerate_laws import (
-    Pair,
-    drafts,
-    full_tree,
-    mean_length,
-    paths,
-    random_pair,
-)
+from diversed.runtime.drafting import DraftShape, children, topology
+from diversed.verifier.enumerate_laws import Pair, drafts, mean_length, random_pair
 from diversed.verifier.law import DraftTree, expected_length
 from diversed.verifier.methods import DRAFTINGS, METHODS
-from diversed.verifier.tree import chain, topology
+from diversed.verifier.tree import topology as topology_of
 from torch import Tensor
 
 # the rival that a method is set against in the table of accepted tokens
@@ -47,59 +43,54 @@ def run(
     *,
     vocabulary: int = 64,
     depth: int = 4,
-    children: int = 2,
+    width: int = 2,
     trees: int = 256,
-    noises: str = "0,0.25,0.5,1,2,4",
+    noises: list[float] = [0, 0.25, 0.5, 1, 2, 4],  # noqa: B006
     gaps: int = 5,
     seed: int = 0,
 ) -> list[dict]:
     """Both tables as rows.
 
-    noises: standard deviations of what is added to the target's logits to make the draft's.
-    gaps:   pairs of tiny models that the gaps are averaged over; 0 leaves them out (they need scipy).
+    Args:
+        vocabulary: of the trees whose accepted tokens are counted.
+        depth: tokens on a drafted path.
+        width: paths, or children of every node.
+        trees: drawn for every method.
+        noises: standard deviations of what is added to the target's logits to make the draft's.
+        gaps: pairs of tiny models that the gaps are averaged over; 0 leaves them out (they need
+            scipy).
+        seed: of all random numbers.
     """
     rows = []
-    for noise in map(float, noises.split(",")):
-        rows += accepted(vocabulary, depth, children, trees, noise, seed)
+    for noise in noises:
+        rows += accepted((trees, depth, vocabulary), width, noise, seed)
     return rows + (optimality_gaps(gaps, seed) if gaps else [])
 
 
-def accepted(
-    vocabulary: int, depth: int, children: int, trees: int, noise: float, seed: int
-) -> list[dict]:
-    """Mean accepted tokens of every method: chains of `depth`, `children` paths of `depth`, or
-    trees of that width.
-    """
+def accepted(size: tuple[int, int, int], width: int, noise: float, seed: int) -> list[dict]:
+    """Mean accepted tokens of every method; size: trees, depth, vocabulary."""
+    trees, depth, vocabulary = size
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(trees, depth + 1, vocabulary, generator=generator, dtype=torch.float64)
+    double = {"generator": generator, "dtype": torch.float64}
+    logits = 2 * torch.randn(trees, depth + 1, vocabulary, **double)
     target = logits.softmax(-1)
-    draft = (
-        logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
-    ).softmax(-1)
+    draft = (logits + noise * torch.randn(logits.shape, **double)).softmax(-1)
     divergence = 0.5 * (target - draft).abs().sum(-1).mean().item()
-    shapes = {drafting: _shape(drafting, depth, children) for drafting in DRAFTINGS}
-    trees_of = {
-        drafting: _sampled(draft, target, shapes[drafting], drafting, generator)
-        for drafting in DRAFTINGS
-    }
-    lengths = {
-        name: expected_length(method.law(trees_of[method.drafting]), shapes[method.drafting])
-        for name, method in METHODS.items()
-    }
+    drawn = {}
+    for drafting in DRAFTINGS:
+        drawn[drafting] = _drawn(draft, target, _shape(drafting, depth, width), generator)
+    lengths = {}
+    for name, method in METHODS.items():
+        tree = drawn[method.drafting]
+        lengths[name] = expected_length(method.law(tree), tree.parents)
     rows = []
     for name, length in lengths.items():
         mean, error = length.mean().item(), 1.96 * length.std().item() / trees**0.5
-        rival = RIVALS.get(name)
-        rows.append(
-            {
-                "case": f"{name}, TV {divergence:.2f}",
-                "value": mean,
-                "unit": "accepted tokens",
-                "low": mean - error,
-                "high": mean + error,
-                "vs": {rival: mean / lengths[rival].mean().item()} if rival else {},
-            }
-        )
+        row = {"case": f"{name}, TV {divergence:.2f}", "value": mean, "unit": "accepted tokens"}
+        row |= {"low": mean - error, "high": mean + error, "vs": {}}
+        if rival := RIVALS.get(name):
+            row["vs"] = {rival: mean / lengths[rival].mean().item()}
+        rows.append(row)
     return rows
 
 
@@ -110,7 +101,7 @@ def optimality_gaps(pairs: int, seed: int = 0) -> list[dict]:
     rows = []
     for name, method in METHODS.items():
         vocabulary = 2 if method.drafting == "paths" else 3
-        parents = _shape(method.drafting, 2, 2)
+        parents = _shape(method.drafting, 2, 2).parents
         lost, share = [], []
         for index in range(pairs):
             pair = random_pair(vocabulary, 3, "random", torch.Generator().manual_seed(seed + index))
@@ -118,16 +109,9 @@ def optimality_gaps(pairs: int, seed: int = 0) -> list[dict]:
             found = mean_length(method.law, pair, method.drafting, parents)
             lost.append(best - found)
             share.append(found / best)
-        rows.append(
-            {
-                "case": f"{name}, {method.drafting}, V = {vocabulary}",
-                "value": sum(lost) / pairs,
-                "unit": "tokens below the optimum",
-                "low": min(lost),
-                "high": max(lost),
-                "vs": {"optimum": sum(share) / pairs},
-            }
-        )
+        row = {"case": f"{name}, {method.drafting}, V = {vocabulary}", "value": sum(lost) / pairs}
+        row |= {"unit": "tokens below the optimum", "low": min(lost), "high": max(lost)}
+        rows.append(row | {"vs": {"optimum": sum(share) / pairs}})
     return rows
 
 
@@ -146,7 +130,7 @@ def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     count, nodes = every.contexts.shape
     vocabulary = pair.target.shape[1]
     size = nodes * vocabulary
-    depth = torch.tensor(topology(parents).depths, dtype=torch.float64)
+    depth = torch.tensor(topology_of(parents).depths, dtype=torch.float64)
     gain = (every.probability[:, None] * depth).repeat_interleave(vocabulary, 1).flatten()
     child = (every.contexts.unsqueeze(-1) * vocabulary + 1 + torch.arange(vocabulary)).flatten()
     contexts = sum(vocabulary**level for level in range(pair.length + 1))
@@ -185,33 +169,22 @@ def optimum(pair: Pair, drafting: str, parents: tuple[int, ...]) -> float:
     return -found.fun
 
 
-def _shape(drafting: str, depth: int, children: int) -> tuple[int, ...]:
-    if drafting == "chain":
-        return chain(depth)
-    return paths(children, depth) if drafting == "paths" else full_tree(children, depth)
+def _shape(drafting: str, depth: int, width: int) -> DraftShape:
+    return topology(drafting, depth, 1 if drafting == "chain" else width)
 
 
-def _sampled(
-    draft: Tensor, target: Tensor, parents: tuple[int, ...], drafting: str, generator
-) -> DraftTree:
+def _drawn(draft: Tensor, target: Tensor, shape: DraftShape, generator) -> DraftTree:
     """One tree per request, whose rows [B, depth + 1, V] depend on the depth alone."""
-    level = torch.tensor(topology(parents).depths)
-    tokens = torch.zeros(len(draft), len(parents), dtype=torch.int64)
-    for parent in sorted(set(parents[1:])):
-        children = [node for node, above in enumerate(parents) if above == parent]
-        rows = draft[:, level[parent]].clone()
-        if drafting == "greedy":
-            fixed = rows.topk(len(children) - 1).indices
-            rows.scatter_(1, fixed, 0)
-            drawn = torch.cat([fixed, torch.multinomial(rows, 1, generator=generator)], 1)
-        else:
-            replaced = drafting in ("paths", "with_replacement")
-            drawn = torch.multinomial(
-                rows, len(children), replacement=replaced, generator=generator
-            )
-        tokens[:, children] = drawn
-    inner = torch.tensor([node in parents for node in range(len(parents))])
-    return DraftTree(tokens, parents, draft[:, level] * inner[:, None], target[:, level])
+    tokens = torch.zeros(len(draft), shape.nodes, dtype=torch.int64)
+    for depth, (parents, level) in enumerate(zip(shape.levels, shape.levels[1:], strict=False)):
+        rows = draft[:, depth, None].expand(-1, len(parents), -1)
+        count = len(level) // len(parents)
+        uniform = torch.rand(len(draft), len(parents), count, generator=generator)
+        found = children(shape.drafting, rows, count, uniform.double())
+        tokens[:, list(level)] = found.flatten(1)
+    depths = torch.tensor(shape.depths)
+    inner = torch.tensor([node in shape.parents for node in range(shape.nodes)])
+    return DraftTree(tokens, shape.parents, draft[:, depths] * inner[:, None], target[:, depths])
 
 
 if __name__ == "__main__":

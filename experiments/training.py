@@ -1,21 +1,22 @@
 """What a trace costs on disk and how fast a head trains: bytes a token, and tokens per second by
 what the head sees.
 
+    python experiments/training.py
+
 The traces are made up, at the hidden sizes of an 8B target and a 1B draft (4096 + 2048). A trace
-stores scalars, so the
-vocabulary enters a step of training nowhere: the same head is timed at two vocabularies, whose
-    ratio should be 1.
+stores scalars, so no step of training sees the vocabulary: the same head is timed at two
+vocabularies, whose ratio should be 1.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from diversed.benchmarks.timing import row
 from diversed.commands.bench import measure
 from diversed.data.columns import bytes_per_token
 from diversed.data.traces import Shard, write_manifest, write_shard
@@ -26,7 +27,12 @@ from diversed.verifier.head import FEATURES
 from pytorch_lightning import Callback, Trainer
 
 DRAFT, TARGET = 2048, 4096  # hidden sizes of Llama 3.2 1B and Llama 3.1 8B
-TINY = (64, 128)  # of the packaged pair
+# Hidden numbers and stored logits of a position.
+STORED = {
+    "scalars": (0, 0),
+    "scalars and hidden states of 8B and 1B": (DRAFT + TARGET, 0),
+    "scalars and 64 logits of both rows": (0, 64),
+}
 
 
 def run(
@@ -38,85 +44,46 @@ def run(
     repeats: int = 5,
     threads: int = 1,
 ) -> list[dict]:
-    """Bytes a token, and training tokens per second: median, slowest and fastest epoch."""
+    """Bytes a token, and training tokens per second: median, slowest and fastest epoch.
+
+    Args:
+        texts: of the traces that are made up.
+        tokens: of each of them.
+        batch: texts in a step.
+        vocabulary: of the models; the head is also timed at 1,000.
+        repeats: epochs that are timed.
+        threads: CPU threads.
+    """
     torch.set_num_threads(threads)
-    rows = _storage()
-    with tempfile.TemporaryDirectory() as room:
-        for features, size in (
-            ("logits", 1000),
-            ("logits", vocabulary),
-            ("hidden", vocabulary),
-            ("both", vocabulary),
-        ):
-            folder = Path(room) / f"{features}-{size}"
-            _write_traces(folder, texts, tokens, size, hidden=features != "logits")
-            rows.append(_throughput(folder, features, size, batch, repeats, texts * tokens))
+    sizes = {name: bytes_per_token(*stored) for name, stored in STORED.items()}
+    sizes["for comparison: both rows, V = 128,000, float16"] = 2 * 2 * 128_000
+    unit = "bytes a token"
+    rows = [{"case": name, "value": size, "unit": unit} for name, size in sizes.items()]
+    shapes = [("logits", 1000), *((kind, vocabulary) for kind in ("logits", "hidden", "both"))]
+    for features, size in shapes:
+        with tempfile.TemporaryDirectory() as room:
+            _write_traces(Path(room), texts, tokens, size, hidden=features != "logits")
+            epochs = _epochs(room, features, batch, repeats)
+        rates = [texts * tokens / taken for taken in epochs]
+        rows.append(row(f"{features}, V = {size:,}", rates, "tokens/s", vs={}))
     slow, fast = rows[-4:-2]
     fast["vs"] = {slow["case"]: fast["value"] / slow["value"]}
     return rows
 
 
-def _storage() -> list[dict]:
-    """Bytes a token: of a file for the tiny pair, computed from the layout for the large one."""
-    with tempfile.TemporaryDirectory() as room:
-        rows = []
-        for name, hidden in (
-            ("tiny pair, written", False),
-            ("tiny pair with hidden states, written", True),
-        ):
-            shard = _shard(64, 128, 512, sum(TINY) if hidden else 0)
-            entry = write_shard(room, 0, shard)
-            size = (Path(room) / entry["file"]).stat().st_size
-            rows.append({"case": name, "value": size / shard.tokens, "unit": "bytes a token"})
-    for name, hidden, stored in (
-        ("8B and 1B, computed", 0, 0),
-        ("8B and 1B with hidden states, computed", DRAFT + TARGET, 0),
-        ("8B and 1B with 64 logits of both rows, computed", 0, 64),
-    ):
-        rows.append(
-            {"case": name, "value": bytes_per_token(hidden, stored), "unit": "bytes a token"}
-        )
-    both_rows = 2 * 2 * 128_000
-    rows.append(
-        {
-            "case": "for comparison: both rows, V = 128,000, float16",
-            "value": both_rows,
-            "unit": "bytes a token",
-        }
-    )
-    return rows
-
-
-def _throughput(
-    folder: Path, features: str, vocabulary: int, batch: int, repeats: int, tokens: int
-) -> dict:
-    """One head trained for `repeats` epochs after one to warm up."""
+def _epochs(folder: str, features: str, batch: int, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` epochs of training, after one that is not kept."""
     clock = _Clock()
-    data = TraceModule(
-        TraceOptions(str(folder), batch, validation=0.0), hidden=features != "logits"
-    )
-    model = VerifierModule(HeadOptions(features), DRAFT, TARGET)
+    options = TraceOptions(folder, batch, validation=0.0)
+    data = TraceModule(options, hidden=features != "logits")
+    model = VerifierModule(HeadOptions(features=features), DRAFT, TARGET)
+    told = {"max_epochs": repeats + 1, "enable_checkpointing": False}
+    told |= {"enable_progress_bar": False, "callbacks": [clock], "default_root_dir": folder}
     with quiet():
-        options = {
-            **DEFAULTS,
-            "max_epochs": repeats + 1,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-        }
         data.setup()
         model.start_from(*data.sample_inputs())
-        Trainer(**options, callbacks=[clock], default_root_dir=str(folder)).fit(
-            model, datamodule=data
-        )
-    rates = [tokens / seconds for seconds in clock.epochs[1:]]
-    return {
-        "case": f"{features}, V = {vocabulary:,}",
-        "value": statistics.median(rates),
-        "unit": "tokens/s",
-        "low": min(rates),
-        "high": max(rates),
-        "vs": {},
-    }
+        Trainer(**DEFAULTS | told).fit(model, datamodule=data)
+    return clock.epochs[1:]
 
 
 class _Clock(Callback):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from diversed.commands.options import call
+from diversed.verifier.methods import METHODS
 
 from .support.scripts import script
 
@@ -33,7 +34,7 @@ def test_the_ratio_of_sums_is_that_of_the_file_and_lies_in_its_interval():
 def test_training_is_timed_at_two_vocabularies_that_enter_no_step():
     rows = {row["case"]: row for row in script("training").run(texts=8, tokens=4, batch=4, vocabulary=2000, repeats=1)}
     assert rows["logits, V = 2,000"]["vs"].keys() == {"logits, V = 1,000"}
-    assert rows["tiny pair, written"]["value"] < rows["tiny pair with hidden states, written"]["value"]
+    assert rows["scalars"]["value"] + 2 * (2048 + 4096) == rows["scalars and hidden states of 8B and 1B"]["value"]
     assert all(row["value"] > 0 for row in rows.values())
 
 
@@ -87,3 +88,8 @@ def test_every_row_of_a_table_in_the_docs_stands_in_a_file_of_results(page):
     rows = [line for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if line.startswith("| ")]
     wrong = [row for row in rows if not any(set(numbers(row)) <= file for file in known)]
     assert len(rows) > 8 and wrong == []
+
+
+def test_the_tables_of_laws_have_a_row_for_every_method():
+    rows = call(script("laws").run, vocabulary=5, depth=2, trees=4, noises=[1.0], gaps=0)
+    assert [row["case"].split(",")[0] for row in rows] == list(METHODS)
