@@ -3,18 +3,14 @@ chooses before each step.
 
     python experiments/trees.py --selectors S --latencies L.json
 
-From labels alone, on the contexts of held-out prompts: tokens per second that latencies predict for
-the best constant shape, for an entropy threshold, for the network of `diversed select` and for a
-choice that knows the labels. The constant shape, and the threshold with its two shapes, are the
-best on the training contexts.
+First what `diversed select` found on the contexts of held-out prompts: tokens per second that
+latencies predict for the best constant shape, for the network, and for a choice that knows the
+labels. Then, unless `prompts` is 0, from decoding test prompts: tokens per call, tokens per second
+as latencies predict them for the very steps that were taken, and as measured if the latencies are
+this machine's. Intervals are 95 % bootstrap intervals over prompts.
 
 Of methods that draft chains, `confidence` is a chain of at most eight tokens that ends behind the
-first one that the draft gave less than some probability. That is decided while the chain is drawn,
-so labels of shapes say nothing of it.
-
-From decoding test prompts, unless `prompts` is 0: tokens per call, tokens per second as latencies
-predict them for the very steps that were taken, and as measured if the latencies are this
-machine's. Intervals are 95 % bootstrap intervals over prompts. trees.csv holds what came out.
+first one that the draft gave less than some probability.
 """
 
 from __future__ import annotations
@@ -36,10 +32,8 @@ from diversed.runtime.completion import Request
 from diversed.runtime.drafting import DraftShape
 from diversed.runtime.engine import Engine
 from diversed.runtime.sampling import Sampling
-from diversed.runtime.shape_network import SCALARS, read_network, read_selector_card
+from diversed.runtime.shape_network import read_selector_card
 from diversed.runtime.shapes import Shape, parse_shape
-from diversed.selector.chooser_training import most_likely
-from diversed.selector.contexts import Contexts, read_contexts, settle
 from diversed.selector.latencies import Latencies, read_latencies
 from diversed.verifier.methods import METHODS
 from rich.console import Console
@@ -55,39 +49,31 @@ def run(
     *,
     selectors: str,
     latencies: str,
-    labels: str | None = None,
     prompts: int = 8,
     methods: list[str] = ["token", "block", "specinfer", "kseq", "traversal", "gbv", "univer"],  # noqa: B006
     temperatures: list[float] = [0.3, 0.7, 1.0],  # noqa: B006
     confidences: list[float] = [0.5, 0.95],  # noqa: B006
 ) -> list[dict]:
-    """Rows of a method and temperature: predicted on held-out contexts, then measured.
+    """Rows of a method and temperature: predicted on held-out prompts, then measured.
 
     Args:
         selectors: folder that `diversed select` wrote.
         latencies: what it was given: a file of `diversed bench latency --json`, or gpu for an
             assumed pair.
-        labels: folder of its labels, by default SELECTORS/labels.
         prompts: test texts of every case, decoded one at a time; 0 leaves decoding out.
         methods: of the selectors there.
-        temperatures: of the labels there.
+        temperatures: of the texts that were labelled.
         confidences: each a case of the methods that draft chains.
     """
-    torch.set_num_threads(work.threads)
     check_confidences(confidences)
     costs = read_latencies(latencies)
-    folders = [Path(labels or f"{selectors}/labels") / f"T={t:g}" for t in temperatures]
     rows, shapes = [], {}
     for method in methods:
-        folder = Path(selectors) / method
-        card = read_selector_card(folder)
-        settings = card["settings"]
-        known = read_contexts(folders, method, costs, settings["validation"], settings["seed"])
-        learned = most_likely(read_network(folder, card), known)
-        rows += held_out(method, known, *settle(known, learned, card))
-        for temperature in temperatures:
-            base = known.base[known.temperature == temperature][0]
-            shapes[method, temperature] = str(known.shapes[int(base)])
+        for figure in read_selector_card(Path(selectors) / method)["figures"]:
+            temperature, base = figure["temperature"], figure["base_shape"]
+            if temperature in temperatures:
+                shapes[method, temperature] = base
+                rows += held_out(f"T={temperature:g} {method}", figure)
     if not prompts:
         return rows
     pair, clock = work.pair(), clock_of(work)
@@ -121,57 +107,15 @@ def _choices(
     return [*found, ("auto", "auto")] if method == "gbv" else found
 
 
-def entropy_choice(known: Contexts, temperature: float) -> Tensor:
-    """[S] a shape for every context of a temperature: of two, by the draft's entropy at the root,
-    as they are best on the training contexts.
-    """
-    here = (known.temperature == temperature) & ~known.held
-    entropy = known.scalars[:, SCALARS.index("root_entropy")].double()
-    least, choice = float("inf"), known.base
-    for threshold in torch.quantile(entropy[here], QUANTILES):
-        low, high = here & (entropy <= threshold), here & (entropy > threshold)
-        below, first = known.cost[low].sum(0).min(0)
-        above, second = known.cost[high].sum(0).min(0)
-        if below + above < least:
-            least, choice = below + above, torch.where(entropy <= threshold, first, second)
-    return choice
-
-
-def held_out(method: str, known: Contexts, learned: Tensor, choosing: Tensor) -> list[dict]:
-    """One row a choice and temperature on held-out prompts; choosing: [S] seconds that the learned
-    one takes.
-    """
-    rows = []
-    nothing = torch.zeros_like(choosing)
-    for temperature in known.temperature.unique().tolist():
-        here = known.held & (known.temperature == temperature)
-        shape = str(known.shapes[int(known.base[here][0])])
-        choices = {
-            shape: (known.base, nothing),
-            "entropy": (entropy_choice(known, temperature), nothing),
-            "selector": (learned, choosing),
-            "ideal": (known.cost.argmin(1), nothing),
-        }
-        rival = None
-        for name, (choice, taken) in choices.items():
-            tokens, seconds, steps = _sums(known, choice, taken, here)
-            rate = np.stack([tokens, seconds], 1)
-            case = f"T={temperature:g} {method} {name}, held out"
-            row = rate_row(case, "tokens/s predicted", rate, rival, shape)
-            rows.append(row | {"tokens_per_call": float(tokens.sum() / steps.sum())})
-            rival = rate if rival is None else rival
+def held_out(group: str, figure: dict) -> list[dict]:
+    """The rates that `diversed select` found on held-out prompts, beside that of the constant shape."""
+    base, rows = figure["base_shape"], []
+    for name, rate in ((base, "base"), ("selector", "selector"), ("ideal", "ideal")):
+        row = {"case": f"{group} {name}, held out", "unit": "tokens/s predicted"}
+        row |= {"value": figure[rate], "vs": {base: figure[rate] / figure["base"]}}
+        rows.append(row)
+    rows[0]["vs"] = {}
     return rows
-
-
-def _sums(known: Contexts, choice: Tensor, choosing: Tensor, here: Tensor) -> np.ndarray:
-    """[3, P] tokens, seconds and steps of every prompt at the contexts `here`."""
-    prompts, owner = known.prompt[here].unique(return_inverse=True)
-    at = choice[here].unsqueeze(1)
-    steps = 1 / known.tokens[here].double().gather(1, at)[:, 0]
-    seconds = known.cost[here].double().gather(1, at)[:, 0] + steps * choosing[here]
-    columns = torch.stack([torch.ones_like(steps), seconds, steps])
-    found = torch.zeros(3, len(prompts), dtype=torch.float64)
-    return found.index_add(1, owner, columns).numpy()
 
 
 def rate_row(
