@@ -42,13 +42,21 @@ def parse(function: Callable, args: list[str], name: str) -> dict[str, Any]:
 
 def call(function: Callable, **options: Any) -> Any:
     """Call a command with its options by name, as the command line does."""
-    given = {}
+    return function(**filled(function, options))
+
+
+def filled(function: Callable, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a command, its groups made of the options that are their fields."""
+    arguments = dict(options)
     for name, group in groups(function).items():
         own = [field.name for field in fields(group)]
-        chosen = {option: options.pop(option) for option in own if option in options}
+        chosen = {option: arguments.pop(option) for option in own if option in arguments}
         default = inspect.signature(function).parameters[name].default
-        given[name] = group(**chosen) if default is inspect._empty else replace(default, **chosen)
-    return function(**given, **options)
+        if default is inspect.Parameter.empty:
+            arguments[name] = group(**chosen)
+        else:
+            arguments[name] = replace(default, **chosen)
+    return arguments
 
 
 def groups(function: Callable) -> dict[str, type]:
@@ -84,7 +92,7 @@ def add_options(parser: ArgumentParser, function: Callable, skip: set[str]) -> N
     for name, group in shared.items():
         parser.add_class_arguments(group, None, as_group=False, skip=skip)
         default = inspect.signature(function).parameters[name].default
-        if default is not inspect._empty:
+        if default is not inspect.Parameter.empty:
             values = asdict(default).items()
             parser.set_defaults({option: value for option, value in values if option not in skip})
     parser.add_function_arguments(function, None, as_group=False, skip=skip | set(shared))

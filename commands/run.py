@@ -14,14 +14,13 @@ cost the first.
 from __future__ import annotations
 
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
-from ..eval.grid import Grid
 from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
 from ..files import within, worker
@@ -34,6 +33,7 @@ from .options import (
     call,
     check,
     check_sections,
+    filled,
     grouped,
     make_parser,
     option_names,
@@ -195,16 +195,15 @@ def _for_every_stage(args: list[str], names: list[str]) -> list[str]:
     words = []
     for option, values in grouped(args):
         name, equals, value = option.removeprefix("--").partition("=")
-        sharing = [f"{stage}.{name}" for stage in DECIDED if stage != "train"]
-        if name == "seed":
-            sharing.append("train.seed_everything")
-        shared = name.split(".")[0] in settings.SHARED and name not in names
-        users = [full for full in sharing if shared and full in names] or [name]
-        if not option.startswith("--") or not shared or users == [name]:
-            words += [option, *values]
-            continue
+        users = []
+        if name not in names and name.split(".")[0] in settings.SHARED:
+            users = [f"{stage}.{name}" for stage in DECIDED if stage != "train"]
+            users += ["train.seed_everything"] if name == "seed" else []
+        users = [user for user in users if user in names]
         for user in users:
             words += [f"--{user}{equals}{value}", *values]
+        if not users:
+            words += [option, *values]
     return words
 
 
@@ -212,9 +211,11 @@ def _refuse_bad(
     stages: Stages, out: str, biases: list[float], rounds: int, max_drop: float
 ) -> None:
     """What a late stage would refuse is refused before the first one starts."""
-    gather, train, evaluate = (stages[name] for name in ("gather", "train", "eval"))
-    parse(gather["relaxation"])
-    Grid(**{option.name: evaluate[option.name] for option in fields(Grid)}).cells()
+    places = {stage: dict.fromkeys(decided, out) for stage, decided in DECIDED.items()}
+    asked = {stage: filled(command(stage), stages[stage] | places[stage]) for stage in DECIDED}
+    train = stages["train"]
+    parse(stages["gather"]["relaxation"])
+    asked["eval"]["grid"].cells()
     if ";" in out:
         raise ValueError(
             "`out` must have no `;` in it, as the trained head is called by this folder's name,"

@@ -1,11 +1,13 @@
 """The whole story on a pair of random models: every stage runs, and the same command again only reads."""
 
 import functools
+import json
 import string
 
 import pytest
 import torch
 from diversed import cli
+from diversed.runtime.bundle import load_bundle
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -68,3 +70,15 @@ def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, m
 
     assert cli.main(words) == 0
     assert {name: (out / name).read_bytes() for name in files} == first
+
+
+def test_rounds_gather_with_the_head_so_far_and_the_last_head_becomes_the_bundle(quick, tmp_path):
+    out = tmp_path / "rounds"
+    options = ["--rounds", "2", "--train.data.validation", "0.5", "--export.bias", "0.5"]
+    assert cli.main(["run", "--config", str(quick), "--out", str(out), *options]) == 0
+    manifest = json.loads((out / "round-2/traces/manifest.json").read_text())
+    assert (manifest["relaxation"], manifest["first_sample"]) == (str(out / "round-1/bundle"), 2)
+    traces = json.loads((out / "round-2/train/train.json").read_text())["traces"]
+    assert traces == [str(out / f"round-{number}/traces") for number in (1, 2)]
+    last, whole = (load_bundle(folder).head(torch.zeros(1, 12)) for folder in (out / "round-2/bundle", out / "bundle"))
+    assert (whole - last).item() == pytest.approx(0.5, abs=1e-6), "the bias that was asked for is for the last bundle"
