@@ -19,18 +19,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.transforms import IdentityTransform
 
 from ..files import write_whole
+from .placement import BESIDE, Label, obstacles, write_around, write_labels
 from .results import kind_of, rule_of, static_place
 
 Row = dict[str, Any]
-Box = tuple[float, float, float, float]  # left, bottom, right, top; in pixels
 KINDS = {  # colour, line style, name
     "exact": ("#000000", "none", "exact decoding"),
     "static": ("#0072b2", "-", "static blend"),
@@ -44,16 +42,7 @@ PAGE_COLOURS |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)"}
 PAGE_COLOURS |= {FAINT: "var(--faint)", "#ffffff": "var(--paper)"}
 MARKERS = "osD^vP*X"
 SPEED_NAMES = {"tokens_per_call": "tokens per target call", "step_acceptance": "step acceptance"}
-# Where a label may lie, seen from its point: (right, up) in points, the nearest first.
-SIDES = ((1, 0.6), (1, 0), (-1, -0.6), (-1, 0), (1, -0.6), (-1, 0.6), (0, 1), (0, -1))
-AROUND = [
-    (right * away, up * away)
-    for away in (9, 13, 18, 25, 34, 46, 60, 80, 105)
-    for right, up in SIDES
-]
-BESIDE = [(10, sign * up) for up in range(0, 240, 3) for sign in (1, -1)]
 LOWER_LEFT = ("lower left", (0.0, -0.02))  # where the page's figures tell markers apart
-FAR = 14  # points between a point and its label from which on a line joins them
 
 
 @dataclass(frozen=True)
@@ -64,17 +53,6 @@ class Series:
     kind: str
     marker: int
     name: str
-
-
-@dataclass(frozen=True)
-class Label:
-    """Words beside the point x, y of a figure; a kind's name is bold."""
-
-    x: float
-    y: float
-    words: str
-    kind: str
-    bold: bool = False
 
 
 def short_name(row: Row, rows: Sequence[Row]) -> str:
@@ -99,7 +77,7 @@ def frontier(rows: list[Row], out: str | Path, title: str | None = None) -> Path
         groups = [[row for row in rows if row["method"] == method] for method in methods]
         known, _ = _draw_points(axes, groups, "tokens_per_call", 10)
         labels = _labels(known, "tokens_per_call", kinds_named=True)
-        _write_around(figure, axes, labels, _obstacles(axes, known, "tokens_per_call"), 9.5)
+        write_around(figure, axes, labels, obstacles(axes), 9.5)
         _describe_axes(axes, rows)
         _describe_figure(figure, rows, title)
         if len(methods) > 1:
@@ -119,7 +97,7 @@ def frontier_svg(groups: dict[str, list[Row]], speed: str, name: str) -> str:
         figure, axes = _canvas((5.4, 4.1), (0.1, 0.13, 0.87, 0.77), 9)
         known, tips = _draw_points(axes, list(groups.values()), speed, 8.5)
         labels = _labels(known, speed, kinds_named=False)
-        _write_around(figure, axes, labels, _obstacles(axes, known, speed), 8.5)
+        write_around(figure, axes, labels, obstacles(axes), 8.5)
         axes.set_xlabel(SPEED_NAMES[speed], loc="right", color=INK)
         axes.set_title(readable(rows[0]["metric"] or "score"), loc="left", fontsize=9.5, color=INK)
         if len(groups) > 1:
@@ -156,52 +134,15 @@ def lines_svg(
             numbers = ", ".join(f"{tick}: {value:.4g}" for tick, value in known.items())
             tips.append(f"{line.name}: {numbers}")
             last = list(known.values())[-1]
-            labels.append(Label(len(ticks) - 1, last, readable(end_name), line.kind))
+            labels.append(Label(len(ticks) - 1, last, readable(end_name), style["color"]))
         axes.set_ylim(bottom=0)
         axes.set_xlabel(x_name, loc="right", color=INK)
         axes.set_title(y_name, loc="left", fontsize=9.5, color=INK)
         labels.sort(key=lambda label: label.y)
-        _write_labels(figure, axes, labels, [], BESIDE, 8.5, figure.bbox.extents)
+        write_labels(figure, axes, labels, [], BESIDE, 8.5, figure.bbox.extents)
         if len(markers) > 1:
             _marker_legend(figure, markers, *LOWER_LEFT)
         return _svg(figure, tips, f"{y_name} against {x_name}")
-
-
-def place(
-    spots: Sequence[tuple[float, float]],
-    sizes: Sequence[tuple[float, float]],
-    taken: Sequence[Box],
-    frame: Box,
-    offsets: Sequence[tuple[float, float]],
-) -> list[Box]:
-    """The boxes of labels, each where it covers least, the nearest first.
-
-    spots: what each label belongs to; sizes: (width, height) of each; taken: boxes that must not be
-        covered, to which every label's is added; frame: the box to stay in.
-    offsets: (right, up) from the spot to the nearest edge of the label, which is centred at 0.
-    """
-    boxes = []
-    for (x, y), (width, height) in zip(spots, sizes, strict=True):
-        best = (math.inf, (x, y, x + width, y + height))
-        others = numpy.array([*taken, *boxes], dtype=float).reshape(-1, 4)
-        for right, up in offsets:
-            left = x + right - width * (1 - numpy.sign(right)) / 2
-            bottom = y + up - height * (1 - numpy.sign(up)) / 2
-            box = (float(left), float(bottom), float(left + width), float(bottom + height))
-            outside = box[0] < frame[0] or box[1] < frame[1]
-            outside |= box[2] > frame[2] or box[3] > frame[3]
-            cost = 10 * _shared(box, others).sum() + math.hypot(right, up) + 1e6 * outside
-            if cost < best[0]:
-                best = (cost, box)
-        boxes.append(best[1])
-    return boxes
-
-
-def _shared(box: Box, others: numpy.ndarray) -> numpy.ndarray:
-    """[n] the area that a box shares with each of the others [n, 4]."""
-    wide = numpy.minimum(box[2], others[:, 2]) - numpy.maximum(box[0], others[:, 0])
-    high = numpy.minimum(box[3], others[:, 3]) - numpy.maximum(box[1], others[:, 1])
-    return wide.clip(0) * high.clip(0)
 
 
 @contextmanager
@@ -335,7 +276,7 @@ def _labels(groups: list[list[Row]], speed: str, kinds_named: bool) -> list[Labe
             words = short_name(row, rows)
             if kinds_named:
                 words = _words(kind, words, bold)
-            labels.append(Label(row[speed], row["score"], readable(words), kind, bold))
+            labels.append(Label(row[speed], row["score"], readable(words), KINDS[kind][0], bold))
     names = {label.words for label in labels if label.bold}
     labels = [label for label in labels if label.bold or label.words not in names]
     return sorted(labels, key=lambda label: not label.bold)
@@ -355,73 +296,6 @@ def _words(kind: str, name: str, first: bool) -> str:
     return said if name == "bias 0" else f"{said}, {name}"
 
 
-def _write_around(
-    figure: Figure, axes: Any, labels: list[Label], taken: list[Box], font: float
-) -> None:
-    """Labels around their points, which may stand out on the right a little."""
-    left, bottom, right, top = axes.bbox.extents
-    _write_labels(figure, axes, labels, taken, AROUND, font, (left, bottom, right + 12, top))
-
-
-def _write_labels(
-    figure: Figure,
-    axes: Any,
-    labels: list[Label],
-    taken: list[Box],
-    offsets: list[tuple[float, float]],
-    font: float,
-    frame: Box,
-) -> None:
-    """Put every label where it covers no point, no interval, no line and no other label."""
-    axes.autoscale_view()  # else matplotlib settles the limits when it draws
-    renderer, scale = figure.canvas.get_renderer(), figure.dpi / 72
-    pixels = {"transform": IdentityTransform()}
-    texts, sizes = [], []
-    for label in labels:
-        weight = "bold" if label.bold else "normal"
-        style = {"color": KINDS[label.kind][0], "fontsize": font, "fontweight": weight}
-        texts.append(figure.text(0, 0, label.words, va="bottom", zorder=6, **style, **pixels))
-        box = texts[-1].get_window_extent(renderer).padded(2 * scale)
-        sizes.append((box.width, box.height))
-    spots = [tuple(axes.transData.transform((label.x, label.y))) for label in labels]
-    scaled = [(right * scale, up * scale) for right, up in offsets]
-    boxes = place(spots, sizes, taken, frame, scaled)
-    for text, label, (x, y), (left, bottom, right, top) in zip(
-        texts, labels, spots, boxes, strict=True
-    ):
-        text.set_position((left + 2 * scale, bottom + 2 * scale))
-        end = (min(max(x, left), right), min(max(y, bottom), top))
-        if math.dist((x, y), end) > FAR * scale:  # too far to be taken for granted
-            line = ([x, end[0]], [y, end[1]])
-            colour = KINDS[label.kind][0]
-            figure.add_artist(Line2D(*line, color=colour, linewidth=0.6, alpha=0.8, **pixels))
-
-
-def _obstacles(axes: Any, groups: list[list[Row]], speed: str) -> list[Box]:
-    """Everything drawn that a label must not cover: points, intervals, lines."""
-    boxes, reach = [], 6 * axes.figure.dpi / 72
-    for row in (row for group in groups for row in group):
-        ends = {
-            name: [row.get(f"{name}{end}", row[name]) for end in ("_low", "", "_high")]
-            for name in (speed, "score")
-        }
-        corners = axes.transData.transform(list(zip(ends[speed], ends["score"], strict=True)))
-        (left, low), (x, y), (right, high) = corners.tolist()
-        boxes.append((x - reach, y - reach, x + reach, y + reach))
-        boxes.append((x - 1, low, x + 1, high))
-        boxes.append((left, y - 1, right, y + 1))
-    for line in axes.get_lines():
-        corners = axes.transData.transform(line.get_xydata())
-        if line.get_linestyle() == "None" or len(corners) < 2:
-            continue
-        for (x, y), (to_x, to_y) in zip(corners[:-1], corners[1:], strict=True):
-            count = max(2, int(math.dist((x, y), (to_x, to_y)) / reach))
-            for share in numpy.linspace(0, 1, count):
-                at_x, at_y = x + share * (to_x - x), y + share * (to_y - y)
-                boxes.append((at_x - 2, at_y - 2, at_x + 2, at_y + 2))
-    return boxes
-
-
 def _describe_axes(axes: Any, rows: list[Row]) -> None:
     arrow = "\N{RIGHTWARDS ARROW}"
     style = {"fontsize": 11, "color": INK}
@@ -435,10 +309,10 @@ def _describe_figure(figure: Figure, rows: list[Row], title: str | None) -> None
     title = title or "What speed costs: quality against tokens per target call"
     figure.text(0.09, 0.935, title, fontsize=14, weight="bold")
     said = [f"task {rows[0]['task']}"] if rows[0].get("task") else []
-    said.append(f"{_range([row['prompts'] for row in rows])} held-out prompts a point")
+    said.append(f"{span([row['prompts'] for row in rows])} held-out prompts a point")
     seeds = [row["seeds"] for row in rows]
     if max(seeds) > 1:
-        said.append(f"{_range(seeds)} seeds")
+        said.append(f"{span(seeds)} seeds")
     subtitle = f"{', '.join(said)}; bars are 95 % bootstrap intervals over prompts"
     figure.text(0.09, 0.888, readable(subtitle), fontsize=10.5, color="#444444")
     small = (
@@ -455,7 +329,7 @@ def _describe_figure(figure: Figure, rows: list[Row], title: str | None) -> None
     figure.text(0.09, 0.028, small, fontsize=8.5, color=RULE, linespacing=1.4)
 
 
-def _range(counts: list[int]) -> str:
+def span(counts: list[int]) -> str:
     """The least and the largest of some counts, once if they are equal."""
     return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
 

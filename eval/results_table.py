@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import read_settings
-from .figure import frontier
+from .figure import frontier, span
 from .results import RESULTS, SETTINGS, read_results
 from .run_data import remember
 from .summary import summarise
@@ -44,7 +44,7 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
 
 
 def empty_texts(records: list[dict[str, Any]]) -> str | None:
-    """A sentence where exact decoding often writes nothing, which is a matter of the prompt and of
+    """A sentence if exact decoding often writes nothing, which is a matter of the prompt and of
     no relaxation.
     """
     texts = [record.get("text") for record in records if record["relaxation"] == "none"]
@@ -63,18 +63,26 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """
     groups = list(dict.fromkeys((row["temperature"], row["draft_length"]) for row in rows))
     groups = [group for group in groups if group[1] != 0] or groups
-    names = [
-        FIGURE,
-        *(f"frontier-T{temperature:g}-L{length}.png" for temperature, length in groups[1:]),
-    ]
-    return {
-        name: [
+    found = {}
+    for temperature, length in groups:
+        name = f"frontier-T{temperature:g}-L{length}.png" if found else FIGURE
+        found[name] = [
             row
             for row in rows
-            if row["temperature"] == group[0] and row["draft_length"] in (0, group[1])
+            if row["temperature"] == temperature and row["draft_length"] in (0, length)
         ]
-        for name, group in zip(names, groups, strict=True)
-    }
+    return found
+
+
+NUMBERS = {  # head: key of a row, digits
+    "step\naccept.": ("step_acceptance", 3),
+    "accept.\nshare": ("accepted_share", 3),
+    "tokens /\ncall": ("tokens_per_call", 2),
+    "tokens\n/ s": ("tokens_per_second", 0),
+    "mean\nweight": ("mean_weight", 3),
+    "mean\nbias": ("mean_bias", 4),
+    "subst.\n/ text": ("substitutions", 2),
+}
 
 
 def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: Console) -> None:
@@ -87,61 +95,37 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD
     )
+    longest = max(len(row["relaxation"]) for row in rows)
     table.add_column("method", no_wrap=True)
-    table.add_column(
-        "relaxation",
-        overflow="fold",
-        min_width=min(40, max(len(row["relaxation"]) for row in rows)),
-    )
-    names = (
-        "score\n95 % interval",
-        "minus exact\npaired interval",
-        "score\np",
-        "texts\np",
-        "step\naccept.",
-        "accept.\nshare",
-    )
-    names += ("tokens /\ncall", "tokens\n/ s", "mean\nweight", "mean\nbias", "subst.\n/ text")
+    table.add_column("relaxation", overflow="fold", min_width=min(40, longest))
     several = [
         name for name in ("temperature", "draft_length") if len({row[name] for row in rows}) > 1
     ]
-    for name in (*(name.replace("_", "\n") for name in several), *names):
+    heads = ["score\n95 % interval", "minus exact\npaired interval", "score\np", "texts\np"]
+    for name in (*(name.replace("_", "\n") for name in several), *heads, *NUMBERS):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         difference = "exact" if row["relaxation"] == "none" else "-"
         if row["difference"] is not None:
-            difference = (
-                f"{row['difference']:+.3f} [{row['difference_low']:+.3f},"
-                f" {row['difference_high']:+.3f}]"
-            )
+            difference = _interval(row, "difference", "+")
         table.add_row(
             row["method"],
             row["relaxation"],
             *(f"{row[name]:g}" for name in several),
-            f"{row['score']:.3f} [{row['score_low']:.3f}, {row['score_high']:.3f}]",
+            _interval(row, "score"),
             difference,
             _p_value(row["mcnemar"]),
             _p_value(row["text_p"]),
-            _number(row["step_acceptance"], 3),
-            _number(row["accepted_share"], 3),
-            _number(row["tokens_per_call"], 2),
-            _number(row["tokens_per_second"], 0),
-            _number(row["mean_weight"], 3),
-            _number(row["mean_bias"], 4),
-            _number(row["substitutions"], 2),
+            *(_number(row[name], digits) for name, digits in NUMBERS.values()),
         )
     console.print(table)
-    texts, seeds = sorted({row["requests"] for row in rows}), [row["seeds"] for row in rows]
-    console.print(
-        _NOTES.format(
-            texts=" to ".join(f"{count:,}" for count in dict.fromkeys((texts[0], texts[-1]))),
-            seeds=" to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))),
-            at=_at(rows),
-            **{**settings, "metric": first["metric"], "sampling": _words(settings["sampling"])},
-        ),
-        highlight=False,
-        markup=False,
+    notes = _NOTES.format(
+        texts=span([row["requests"] for row in rows]),
+        seeds=span([row["seeds"] for row in rows]),
+        at=_at(rows),
+        **{**settings, "metric": first["metric"], "sampling": _words(settings["sampling"])},
     )
+    console.print(notes, highlight=False, markup=False)
 
 
 _NOTES = """\
@@ -151,7 +135,7 @@ score p: exact test of McNemar for 0/1 scores; texts p: of the hypothesis that t
 same law as exact decoding's (counts of tokens and of neighbours, the two texts of a prompt exchanged at random).
 step accept.: mean over positions of 1 - TV(draft, relaxed target), the end of text included; no draft length in it.
 accept. share: accepted / drafted tokens, nothing after the end of a text counted; it falls with the draft length.
-tokens / call: per target call, the extra token and the end of text counted, nothing after it; the prefill is no call.
+tokens / call: per target call, the bonus token and the end of text counted, nothing after it; the prefill is no call.
 tokens / s: texts of a batch of {batch} together, wall time of decoding with both models and the prefill, {threads} CPU
 thread(s), {device}, {dtype}; the last texts of a batch run in a smaller one.
 mean weight: the draft's share over positions; mean bias: mean over positions of TV(target, relaxed target).
@@ -175,6 +159,11 @@ def _words(sampling: dict[str, float]) -> str:
         for name, value in sampling.items()
         if name != "temperature"
     )
+
+
+def _interval(row: dict[str, Any], name: str, sign: str = "") -> str:
+    value, low, high = (f"{row[name + end]:{sign}.3f}" for end in ("", "_low", "_high"))
+    return f"{value} [{low}, {high}]"
 
 
 def _p_value(value: float | None) -> str:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from diversed import cli
 from diversed.commands.report import write_page
-from diversed.eval.figure import AROUND, BESIDE, Series, frontier_svg, lines_svg, place, readable
+from diversed.eval.figure import Series, frontier_svg, lines_svg, readable
 from diversed.eval.intervals import bootstrap
 from diversed.eval.page import page
+from diversed.eval.placement import AROUND, BESIDE, obstacles, place
 from diversed.eval.results import read_results
 from diversed.eval.run_data import COMMANDS, best_point, read_runs, remember
 from diversed.eval.scoring import score_positions
@@ -24,6 +25,7 @@ from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.relax import parse
+from matplotlib.figure import Figure
 
 EVIL = "\"'><script>alert(1)</script><img src=//x onerror=alert(2)>&amp;\ud800\x00"
 VOID = {"meta", "link", "br"}
@@ -288,6 +290,18 @@ def test_labels_of_a_crowded_frontier_cover_nothing_and_stay_inside():
         assert box[2] - box[0] == pytest.approx(sizes[index][0]) and box[3] - box[1] == pytest.approx(12)
         assert frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3]
         assert all(apart(box, other) for other in (*taken, *boxes[:index]))
+
+
+def test_points_intervals_and_lines_are_obstacles_and_the_empty_corner_is_none():
+    figure = Figure(figsize=(4, 3), dpi=72)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 4), ylim=(0, 3))
+    axes.errorbar([1, 3], [2, 1], yerr=0.5, marker="o")
+    boxes = obstacles(axes)
+    for x, y in ((1, 2), (3, 1), (1, 2.4), (3, 0.6), (2, 1.5)):
+        spot = (72 * x - 2, 72 * y - 2, 72 * x + 2, 72 * y + 2)  # boxes along a line may stand 2 pixels apart
+        assert not all(apart(box, spot) for box in boxes)
+    assert all(apart(box, (160, 130, 280, 210)) for box in boxes)
 
 
 def test_a_label_lies_at_the_nearest_place_that_is_free():
