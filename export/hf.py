@@ -80,11 +80,9 @@ def generate(
     model,
     files: dict[str, str],
     *,
-    inputs: Tensor | None = None,
     assistant_model=None,
     tokenizer=None,
     streamer=None,
-    generation_config=None,
     method: str = "token",
     bias: float = 0.0,
     **options,
@@ -95,15 +93,16 @@ def generate(
     model, assistant_model: target and draft. `num_assistant_tokens` are drafted a step, by default
         as on the card.
     files:        name of a file of the bundle -> its bytes in base64.
-    inputs:       [B, T] int64 prompts, padded on the left where `attention_mask` is 0; also given as `input_ids`.
     tokenizer:    needed with `stop_strings` only.
     method:       a key of METHODS.
     bias:         added to the head's logit: larger is faster and further from the target.
-    options:      fields of GenerationConfig; what is neither honoured nor at its default is refused. The seeds of the
-                  texts come from torch's global generator.
+    options:      `input_ids` or `inputs` [B, T] int64, prompts, padded on the left if `attention_mask` is 0 there;
+                  `generation_config`, and its fields. What is neither honoured nor at its default is refused.
+
+    The seeds of the texts come from torch's global generator.
     """
-    config, rest = _asked(model, generation_config, options)
-    prompts, ids = _prompts(inputs, rest, config.pad_token_id)
+    config, rest = _asked(model, options)
+    prompts, ids = _prompts(rest, config.pad_token_id)
     _refuse(model, assistant_model, config, rest)
     _check_own(method, bias)
     stop, copies = _stop(config.stop_strings, tokenizer), config.num_return_sequences or 1
@@ -126,7 +125,7 @@ def generate(
     return GenerateDecoderOnlyOutput(sequences=sequences)
 
 
-def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _asked(model, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What the caller asked for, filled up from the model's own settings; and the options that are
     no field of these.
 
@@ -134,6 +133,7 @@ def _asked(model, given, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """
     from transformers import GenerationConfig
 
+    given = options.pop("generation_config", None)
     if given is not None and not isinstance(given, GenerationConfig):
         raise TypeError(
             f"`generation_config` must be a GenerationConfig, got {type(given).__name__}; make one"
@@ -231,13 +231,11 @@ def _refuse(model, assistant_model, config, rest: dict[str, Any]) -> None:
             )
 
 
-def _prompts(
-    inputs: Tensor | None, rest: dict[str, Any], pad: int | None
-) -> tuple[list[list[int]], Tensor]:
+def _prompts(rest: dict[str, Any], pad: int | None) -> tuple[list[list[int]], Tensor]:
     """Token ids of every prompt without its padding, and all [B, T]; takes what it reads out of
     `rest`.
     """
-    ids = rest.pop("input_ids", None) if inputs is None else inputs
+    ids = rest.pop("inputs" if "inputs" in rest else "input_ids", None)
     mask = rest.pop("attention_mask", None)
     came = type(ids).__name__
     if isinstance(ids, Tensor):
@@ -295,12 +293,14 @@ def _new_tokens(config, length: int) -> int:
 
 def _ends(config) -> tuple[int, ...]:
     """The end tokens, however they were given."""
-    given = config.eos_token_id
-    given = given.tolist() if isinstance(given, Tensor) else given
-    ends = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    ends = config.eos_token_id
+    if isinstance(ends, Tensor):
+        ends = ends.tolist()
+    if not isinstance(ends, list | tuple):
+        ends = () if ends is None else (ends,)
     for token in ends:
-        within(-1, eos_token_id=token)
-    return ends
+        _token("eos_token_id", token)
+    return tuple(ends)
 
 
 def _pair(model, assistant_model, tokenizer, eos: tuple[int, ...]) -> Pair:
@@ -361,12 +361,10 @@ def _shown(streamer, ids: Tensor) -> Callable[[int, list[int], bool], None] | No
 
 
 def _padding(config) -> int | None:
-    """The token after the end of a shorter text; where none is named, the end token, as in
-    transformers.
-    """
-    return (
-        config.pad_token_id if config.pad_token_id is not None else next(iter(_ends(config)), None)
-    )
+    """The token after the end of a shorter text: by default the end token, as in transformers."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    return next(iter(_ends(config)), None)
 
 
 def _joined(ids: Tensor, done: list[Completion], pad: int | None) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from lm_eval.__main__ import cli_evaluate
@@ -28,82 +29,82 @@ from ..runtime.engine import Engine, run_grouped
 from ..runtime.model import load_pair
 from ..runtime.sampling import Sampling
 
-LENGTHS = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # all mean the first
+# All mean the first.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 logger = logging.getLogger(__name__)
 
 
-@register_model("diversed")
-class Diversed(HFLM):
-    """A target and a draft; the arguments are those of `diversed decode`.
+@dataclass(frozen=True)
+class Arguments:
+    """What `--model_args` may say: options of `diversed decode`, but the target is `pretrained`.
 
-    pretrained:  the target, by the harness's name for it.
-    seed:        text i of a task, counted from 0, has seed * 2^32 + i.
-    batch_size:  texts decoded together, and texts whose likelihood is computed together.
+    seed:           text i of a task, counted from 0, has seed * 2^32 + i.
+    batch_size:     texts decoded together, and texts whose likelihood is computed together.
+    max_batch_size: the harness names it always; there is nothing to find out here.
     """
 
-    def __init__(
-        self,
-        pretrained: str = "sums-target",
-        draft: str = "sums-draft",
-        relaxation: str = "none",
-        method: str = "token",
-        draft_length: int = 5,
-        dtype: str = "auto",
-        device: str | None = None,
-        seed: int = 0,
-        batch_size: int = 1,
-        trust_remote_code: bool = False,
-        max_length: int | None = None,
-        max_batch_size: (
-            int | None
-        ) = None,  # the harness names it always; there is nothing to find out here
-    ):
-        if not str(batch_size).isdecimal() or not int(batch_size):
+    pretrained: str = "sums-target"
+    draft: str = "sums-draft"
+    relaxation: str = "none"
+    method: str = "token"
+    draft_length: int = 5
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    batch_size: int = 1
+    trust_remote_code: bool = False
+    max_length: int | None = None
+    max_batch_size: int | None = None
+
+    def __post_init__(self):
+        if not str(self.batch_size).isdecimal() or not int(self.batch_size):
             raise ValueError(
-                f"`batch_size` must be a whole number from 1 on, got {batch_size!r}; give one"
+                f"`batch_size` must be a whole number from 1 on, got {self.batch_size!r}; give one"
             )
-        texts = {
-            "pretrained": pretrained,
-            "draft": draft,
-            "relaxation": relaxation,
-            "method": method,
-            "dtype": dtype,
-        }
-        for name, value in texts.items():
-            if not isinstance(value, str):
+        for name in ("pretrained", "draft", "relaxation", "method", "dtype"):
+            if not isinstance(value := getattr(self, name), str):
                 raise TypeError(f"`{name}` must be a text, got {value!r}")
-        if draft_length is None or seed is None or not isinstance(trust_remote_code, bool):
+        if None in (self.draft_length, self.seed) or not isinstance(self.trust_remote_code, bool):
             raise TypeError(
                 "`draft_length` and `seed` must be whole numbers and `trust_remote_code` true or"
                 " false"
             )
-        within(1, MAX_NODES, draft_length=draft_length)
-        within(-(1 << 31), (1 << 31) - 1, seed=seed)
-        self.pair = load_pair(pretrained, draft, dtype, device or "cpu", trust_remote_code)
-        within(1, self.pair.target.max_positions, max_length=max_length)
+        within(1, MAX_NODES, draft_length=self.draft_length)
+        within(-(1 << 31), (1 << 31) - 1, seed=self.seed)
+
+
+@register_model("diversed")
+class Diversed(HFLM):
+    """A target and a draft, see `Arguments`."""
+
+    def __init__(self, **arguments):
+        asked = Arguments(**arguments)
+        self.pair = load_pair(
+            asked.pretrained,
+            asked.draft,
+            asked.dtype,
+            asked.device or "cpu",
+            asked.trust_remote_code,
+        )
+        within(1, self.pair.target.max_positions, max_length=asked.max_length)
         super().__init__(
             self.pair.target.module,
             tokenizer=self.pair.tokenizer,
             backend="causal",
-            batch_size=int(batch_size),
-            max_length=max_length,
+            batch_size=int(asked.batch_size),
+            max_length=asked.max_length,
         )
-        self.seed, self.options = (
-            seed,
-            {"method": method, "relaxation": relaxation, "draft_length": draft_length},
-        )
+        self.asked = asked
         self.engines: dict[Sampling, Engine] = {}
         self.engine(Sampling(temperature=0))  # an unsound option is told before the task is read
 
     def engine(self, sampling: Sampling) -> Engine:
         if sampling not in self.engines:
-            self.engines[sampling] = Engine(self.pair, sampling=sampling, **self.options)
+            asked = self.asked
+            self.engines[sampling] = Engine(
+                self.pair, asked.method, asked.relaxation, asked.draft_length, sampling=sampling
+            )
         return self.engines[sampling]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
@@ -113,7 +114,7 @@ class Diversed(HFLM):
             sampling, until, new_tokens = _settings(given, self.max_gen_toks)
             engines[index] = self.engine(sampling)
             tokens = self._fitting(context, new_tokens, engines[index])
-            asked[index] = Request(tokens, (self.seed << 32) + index, new_tokens, until)
+            asked[index] = Request(tokens, (self.asked.seed << 32) + index, new_tokens, until)
             engines[index].check(index, asked[index])
         done = run_grouped(engines, asked, self.batch_size)
         for index, request in enumerate(requests):
@@ -149,20 +150,13 @@ def _settings(given: dict[str, Any], new_tokens: int) -> tuple[Sampling, tuple[s
         raise TypeError(f"generation_kwargs until must be a text or a list of texts, got {until!r}")
     asked = Sampling(**{name: given[name] for name in SAMPLING if given.get(name) is not None})
     options = dict(normalize_gen_kwargs(given, new_tokens))
-    until, new_tokens, sampled = (
-        options.pop(name) for name in ("until", "max_gen_toks", "do_sample")
-    )
-    for name in SAMPLING:
-        options.pop(name, None)
-    if options:
+    known = (*SAMPLING, "until", "max_gen_toks", "do_sample")
+    if unknown := [name for name in options if name not in known]:
         raise ValueError(
-            f"generation_kwargs {', '.join(options)} cannot be honoured; leave them out of the task"
+            f"generation_kwargs {', '.join(unknown)} cannot be honoured; leave them out of the task"
         )
-    return (
-        asked if sampled else Sampling(temperature=0),
-        tuple(text for text in until if text),
-        new_tokens,
-    )
+    sampling = asked if options["do_sample"] else Sampling(temperature=0)
+    return sampling, tuple(text for text in options["until"] if text), options["max_gen_toks"]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 vLLM drafts and samples as it does; `ModelState.custom_sampler`, its hook for samplers from
 elsewhere, is given a rejection sampler that relaxes the target's rows and verifies with our
 kernels. `rejection_sample_method` chooses the
-method: standard is token, block is block. The gate may read the two rows alone (features logits):
+method: standard is token, block is block. The head may read the two rows alone (features logits):
 vLLM keeps no hidden state of the draft. A configuration that names a relaxation and cannot have it
 is refused before any model is loaded.
 

@@ -9,7 +9,7 @@ import torch
 from diversed.commands.export import export
 from diversed.eval.summary import summarise
 from diversed.export.bundle_writer import add_frontier
-from diversed.runtime.bundle import load_bundle
+from diversed.runtime.bundle import Card, load_bundle
 from diversed.runtime.groups import BundleModels
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
@@ -260,3 +260,25 @@ def test_a_bundle_exported_for_any_pair_says_so_and_warns_where_it_is_used(tmp_p
     with pytest.raises(ValueError, match="`any_pair` is for heads with features logits; the head in .* reads hidden"):
         export(train=str(tmp_path / "hidden"), out=str(tmp_path / "refused"), any_pair=True)
     assert not (tmp_path / "refused").exists()
+
+
+def test_a_card_is_written_as_it_is_read_and_an_older_one_lacks_only_what_has_a_default(bundle):
+    card = load_bundle(bundle).card
+    values = card.to_json()
+    assert Card.from_json(values, bundle) == card
+    assert json.loads((bundle / "card.json").read_text()) == values
+    older = {name: values[name] for name in ("format", "models", "head", "sampling")} | {"unknown": 1}
+    older["head"] = {name: value for name, value in values["head"].items() if name != "blend"}
+    read = Card.from_json(older, bundle)
+    assert (read.head, read.models, read.sampling) == (card.head, card.models, card.sampling)
+    assert (read.any_pair, read.calibration, read.frontier, read.draft_length) == (False, None, [], 0)
+
+
+@pytest.mark.parametrize(
+    "entry, value",
+    [("vocab", "many"), ("bias", None), ("calibration", []), ("frontier", [3]), ("any_pair", "yes"), ("sampling", 1)],
+)
+def test_entries_of_another_kind_are_refused(bundle, entry, value):
+    change(bundle, **{entry: value})
+    with pytest.raises(ValueError, match=f"card.json is damaged .`{entry}`.* export the bundle again"):
+        load_bundle(bundle)

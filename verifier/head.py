@@ -2,11 +2,11 @@
 draft's share there.
 
 The paper's head is one linear map of concat(draft last hidden, target last hidden) to two numbers
-and a softmax. Only the difference of its two rows matters, so it is a logistic gate: weight =
+and a softmax. Only the difference of its two rows matters, so it is a logistic head: weight =
 sigmoid(w . x + b). It starts at weight 1/2 everywhere. `weight` is the DRAFT's share of the blend;
 the paper writes the target's, one minus ours.
 
-`features` says what the gate sees:
+`features` says what the head sees:
     hidden  the last hidden states (after the final norm) of draft and target at the context, as in the paper
     logits  `FEATURES`, numbers computed from the two rows of probabilities: no hidden state is needed, so the
             head moves between engines
@@ -33,7 +33,7 @@ FEATURES = {
     "draft_at_target_top": "the draft's probability of the target's most likely token",
 }
 
-LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the gate: far above every model
+LARGEST_SIZE = 1 << 20  # of a hidden state or a layer of the head: far above every model
 LARGEST_BIAS = 1e30  # added to a logit; float32 ends at 3e38
 KINDS = ("hidden", "logits", "both")
 
@@ -67,11 +67,11 @@ def logit_features(draft: Tensor, target: Tensor) -> Tensor:
 
 
 class WeightHead(nn.Module):
-    """A logistic gate on the features of a context.
+    """A logistic head on the features of a context.
 
     features:    "hidden", "logits" or "both".
     draft_hidden, target_hidden: hidden sizes of the two models; unused with features="logits".
-    width:       size of one hidden layer (GELU), 0 for the paper's linear gate.
+    width:       size of one hidden layer (GELU), 0 for the paper's linear head.
 
     The buffers `mean` and `std` [F] standardise the inputs; `standardise` fits them to data before
     training.
@@ -105,7 +105,7 @@ class WeightHead(nn.Module):
 
     @property
     def input_size(self) -> int:
-        """Number of inputs of the gate."""
+        """Number of inputs of the head."""
         hidden = self.draft_hidden + self.target_hidden if self.features != "logits" else 0
         return hidden + (len(FEATURES) if self.features != "hidden" else 0)
 
@@ -118,7 +118,7 @@ class WeightHead(nn.Module):
         return self.features != "hidden"
 
     def forward(self, logits: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """The gate's logit [...]; its sigmoid is the draft's share.
+        """The head's logit [...]; its sigmoid is the draft's share.
 
         logits: [..., 12] from `logit_features`, needed unless features == "hidden".
         hidden: [..., H_draft + H_target] last hidden states, draft first, needed unless features ==
@@ -135,7 +135,7 @@ class WeightHead(nn.Module):
     def weight(
         self, draft: Tensor, target: Tensor, hidden: Tensor | None = None, bias: float = 0.0
     ) -> Tensor:
-        """The draft's share [...] at each context; `bias` is added to the gate's logit, one knob
+        """The draft's share [...] at each context; `bias` is added to the head's logit, one knob
         without retraining.
 
         draft, target: [..., V] rows; hidden: [..., H_draft + H_target] or None for
