@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..fields import FLAG, OBJECT, TEXT, Field, fault, number, objects, one_of, optional, whole
+from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
 from ..files import read_object, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 
@@ -53,7 +53,7 @@ FIELDS = HEAD_FIELDS | {
     "task": optional(TEXT),
     "metric": optional(TEXT),
     "training": optional(OBJECT),
-    "frontier": optional(objects({})),
+    "frontier": optional(list_of(OBJECT.good, "objects")),
     "versions": optional(OBJECT),
     "any_pair": optional(FLAG),
     "custom_generate": optional(FLAG),
