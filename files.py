@@ -186,14 +186,18 @@ class Folder:
         """ValueError that names the first of `settings` that differs from those of `before`."""
         now = json.loads(json.dumps(settings))
         was = json.loads(json.dumps({name: before.get(name) for name in settings}))
-        if was != now:
-            name, old, new = _difference(was, now)
-            place = f"{self.results} and {self.path}" if self.results else "the folder"
-            raise ValueError(
-                f"{self.results or self.path} was begun with {name} {_short(old)}, now it is"
-                f" {_short(new)}; give the same again to continue it, choose another {self.option}"
-                f" or delete {place}"
-            )
+        if was == now:
+            return
+        name, old, new = _difference(was, now)
+        begun = f"with {name} {_short(old)}"
+        again = "give the same again to continue it, "
+        if name.partition(".")[0] not in before:
+            begun, again = f"without {name}", ""
+        place = f"{self.results} and {self.path}" if self.results else "the folder"
+        raise ValueError(
+            f"{self.results or self.path} was begun {begun}, now it is {_short(new)}; {again}choose"
+            f" another {self.option} or delete {place}"
+        )
 
     def share_of(self, units: Sequence[range]) -> list[range]:
         """The units that this process does, perhaps none."""

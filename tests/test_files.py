@@ -41,7 +41,6 @@ def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
         ({"seed": 5}, "seed 0, now it is 5"),
         ({"sampling": {"temperature": 1.0, "top_k": 3}}, "sampling.top_k 0, now it is 3"),
         ({"sampling": {"temperature": 1.0}}, "sampling.top_k 0, now it is None"),
-        ({"gate": "abc"}, "gate None, now it is 'abc'"),
     ]:
         with pytest.raises(ValueError) as refused:
             begin(path, SETTINGS | change)
@@ -50,6 +49,15 @@ def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
             "folder"
         )
     assert json.loads((path / "settings.json").read_text()) == SETTINGS
+
+
+def test_a_setting_that_the_folder_was_begun_without_is_named_with_a_remedy_that_works(tmp_path):
+    begin(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        begin(tmp_path, {**SETTINGS, "gate": "abc"})
+    assert str(refused.value) == (
+        f"{tmp_path} was begun without gate, now it is 'abc'; choose another --out or delete the folder"
+    )
 
 
 def test_settings_are_compared_as_the_file_holds_them_and_long_ones_are_cut(tmp_path):
