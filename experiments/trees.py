@@ -28,17 +28,17 @@ from diversed.benchmarks.bench_latency import clock_of
 from diversed.benchmarks.workload import Workload
 from diversed.commands.bench import measure
 from diversed.eval.intervals import percentiles, ratio, resample
+from diversed.runtime.choosers import Selector
 from diversed.runtime.completion import Request
-from diversed.runtime.drafting import DraftShape
 from diversed.runtime.engine import Engine
 from diversed.runtime.sampling import Sampling
 from diversed.runtime.shape_network import read_selector_card
 from diversed.runtime.shapes import Shape, parse_shape
 from diversed.selector.latencies import Latencies, read_latencies
 from diversed.verifier.methods import METHODS
+from diversed.verifier.tree import topology
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 RESAMPLES = 2000
 QUANTILES = torch.arange(1, 10, dtype=torch.float64) / 10
@@ -86,14 +86,14 @@ def run(
             sampling = Sampling(temperature)
             engine = Engine(pair, method, "none", length, branches, sampling=sampling)
             engine.selector = Watched(engine.selector, clock)
-            cases.append(Case(f"T={temperature:g} {method}", name, method, engine, rival))
+            cases.append(Case(f"T={temperature:g} {method} {name}", method, engine, costs, rival))
             rival = rival or cases[-1]
     # The first text is for what is computed once in a process.
     for number in track(requests, "trees", console=Console(stderr=True)):
         for case in cases:
             case.decode(requests[number], clock, keep=number > 0)
     for case in cases:
-        rows += case.rows(costs, measured=not costs.assumed)
+        rows += case.rows()
     return rows
 
 
@@ -146,34 +146,34 @@ class Watched:
     the choices took.
 
     grown:   parents of the tree of every step, if the loop tells the selector.
-    seconds: of every call, by what was called.
+    seconds: of all calls.
     """
 
-    def __init__(self, selector, clock: Callable[[], float]):
+    def __init__(self, selector: Selector, clock: Callable[[], float]):
         self.selector, self.clock = selector, clock
         self.forget()
 
     def forget(self) -> None:
         self.grown: list[tuple[int, ...]] = []
-        self.seconds: dict[str, list[float]] = {"features": [], "select": [], "update": []}
+        self.seconds = 0.0
 
     def __getattr__(self, name: str):
         return getattr(self.selector, name)
 
-    def features(self, context) -> Tensor:
-        return self._timed("features", context)
+    def features(self, *context):
+        return self._timed(self.selector.features, *context)
 
-    def select(self, numbers: list[list[float]], active: list[bool]) -> int:
-        return self._timed("select", numbers, active)
+    def select(self, *features):
+        return self._timed(self.selector.select, *features)
 
-    def update(self, tree, *rest) -> tuple[Tensor, ...]:
+    def update(self, tree, *rest):
         self.grown.append(tree.parents)
-        return self._timed("update", tree, *rest)
+        return self._timed(self.selector.update, tree, *rest)
 
-    def _timed(self, name: str, *arguments):
+    def _timed(self, function: Callable, *arguments):
         began = self.clock()
-        found = getattr(self.selector, name)(*arguments)
-        self.seconds[name].append(self.clock() - began)
+        found = function(*arguments)
+        self.seconds += self.clock() - began
         return found
 
 
@@ -181,93 +181,76 @@ class Watched:
 class Case:
     """One way of decoding, and what was counted, one entry a text.
 
-    group, name: which method and temperature, and which choice of trees.
-    engine:      its selector is `Watched`.
-    rival:       the case of the same group with the constant shape; None for that case itself.
-    context:     mean tokens before a step.
-    grown:       how often each of the engine's shapes was grown.
-    choosing:    seconds that the selector took, of all texts.
+    engine:  its selector is `Watched`.
+    rival:   the case of the same method and temperature with the constant shape; None for that case
+        itself.
+    texts:   (tokens, steps, seconds, seconds as latencies predict them), without the prefill and
+        the first step.
+    choosing: seconds that the selector took.
     """
 
-    group: str
     name: str
     method: str
     engine: Engine
+    costs: Latencies
     rival: Case | None
-    tokens: list[int] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    context: list[float] = field(default_factory=list)
-    grown: list[Counter] = field(default_factory=list)
+    texts: list[tuple[float, ...]] = field(default_factory=list)
     choosing: float = 0.0
 
     def decode(self, request: Request, clock: Callable[[], float], keep: bool) -> None:
-        """Decode one text; the prefill and the first step are not counted."""
-        watched = self.engine.selector
-        watched.forget()
-        ends, counts = [], []
+        watched, ends, counts = self.engine.selector, [], []
 
         def on_step(_: int, new: list[int], ended: bool) -> None:
+            if not ends:
+                watched.forget()
             ends.append(clock())
             counts.append(len(new))
 
         (done,) = self.engine.run({0: request}, static=False, on_step=on_step).values()
-        if len(ends) < 2 or not keep:
+        steps = len(ends) - 1
+        if steps < 1 or not keep:
             return
-        self.tokens.append(sum(counts[1:]))
-        self.calls.append(len(ends) - 1)
-        self.seconds.append(ends[-1] - ends[0])
-        self.context.append(len(request.tokens) + len(done.tokens) / 2)
-        places = {shape.parents: place for place, shape in enumerate(self.engine.shapes)}
-        grown = [places[parents] for parents in watched.grown[1:]]
-        self.grown.append(Counter(grown or [0] * (len(ends) - 1)))
-        self.choosing += sum(sum(taken[1:]) for taken in watched.seconds.values())
+        grown = Counter(watched.grown or [self.engine.shapes[0].parents] * steps)
+        context = np.array([len(request.tokens) + len(done.tokens) / 2])
+        spent = 0.0
+        for parents, count in grown.items():
+            spent += count * self.costs.step(self.method, _shape(parents), context)[0] / 1e3
+        self.texts.append((sum(counts[1:]), steps, ends[-1] - ends[0], spent))
+        self.choosing += watched.seconds
 
-    def predicted(self, costs: Latencies) -> list[float]:
-        """Seconds of every text if each step took what latencies say of its shape."""
-        found = []
-        for grown, context in zip(self.grown, self.context, strict=True):
-            milliseconds = 0.0
-            for index, count in grown.items():
-                shape, at = _shape(self.engine.shapes[index]), np.array([context])
-                milliseconds += count * costs.step(self.method, shape, at)[0]
-            found.append(milliseconds / 1e3)
-        return found
-
-    def rows(self, costs: Latencies, measured: bool) -> list[dict]:
-        """Tokens per call and per second, against the constant shape; a selector's share of a step."""
-        case = f"{self.group} {self.name}"
-        predicted = self.predicted(costs)
-        rows = [rate_row(case, "tokens/call", self._of(self.calls))]
-        theirs = self.rival and self.rival._of(self.rival.predicted(costs))
-        rows.append(self._rate(f"{case}, predicted", predicted, theirs))
-        if not measured:
+    def rows(self) -> list[dict]:
+        """Tokens per call and per second, against the constant shape; a selector's part of a step."""
+        rows = [rate_row(self.name, "tokens/call", self._per(1))]
+        rows.append(self._rate(f"{self.name}, predicted", 3))
+        if self.costs.assumed:
             return rows
-        slower = sum(self.seconds) / sum(predicted)
-        rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": slower}
-        theirs = self.rival and self.rival._of(self.rival.seconds)
-        rows.append(self._rate(case, self.seconds, theirs))
-        if self.name == "selector":
-            share = 100 * self.choosing / sum(self.seconds)
-            rows.append({"case": f"{case}, choosing", "unit": "% of a step", "value": share})
+        *_, seconds, predicted = np.sum(self.texts, 0)
+        rows[1]["vs"] = rows[1].get("vs", {}) | {"measured": seconds / predicted}
+        rows.append(self._rate(self.name, 2))
+        if self.name.endswith("selector"):
+            part = 100 * self.choosing / seconds
+            rows.append({"case": f"{self.name}, choosing", "unit": "% of a step", "value": part})
         return rows
 
-    def _rate(self, case: str, seconds: list[float], theirs: np.ndarray | None) -> dict:
-        name = self.rival.name if self.rival else ""
-        return rate_row(case, "tokens/s", self._of(seconds), theirs, name)
+    def _rate(self, case: str, column: int) -> dict:
+        if not self.rival:
+            return rate_row(case, "tokens/s", self._per(column))
+        rival = self.rival.name.rsplit(" ", 1)[1]
+        return rate_row(case, "tokens/s", self._per(column), self.rival._per(column), rival)
 
-    def _of(self, spent: list[float]) -> np.ndarray:
-        """[P, 2] tokens of every text and what they took."""
-        return np.array([self.tokens, spent], dtype=np.float64).T
+    def _per(self, column: int) -> np.ndarray:
+        """[P, 2] tokens of every text, and what they are divided by."""
+        return np.array(self.texts, dtype=np.float64)[:, [0, column]]
 
 
-def _shape(topology: DraftShape) -> Shape:
-    """The shape that a topology has."""
-    widths = [len(level) for level in topology.levels]
+def _shape(parents: tuple[int, ...]) -> Shape:
+    """The shape of the tree with these parents."""
+    tree = topology(parents)
+    widths = [len(level) for level in tree.levels]
     if widths[-1] == 1:
-        return Shape(1, topology.depth)
+        return Shape(1, tree.depth)
     trunk = widths.count(1) - 1
-    return Shape(widths[-1], topology.depth - trunk, trunk)
+    return Shape(widths[-1], tree.depth - trunk, trunk)
 
 
 if __name__ == "__main__":
