@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from ..benchmarks.timing import record, table, write
 from ..files import nearest
+from .options import call, make_parser, read
 
 # Benchmarks of earlier versions, and where they are now.
 MOVED = {"overhead": "`diversed bench step`"}
@@ -37,9 +39,6 @@ def bench(args: list[str]) -> None:
 
 def measure(run: Callable[..., list[dict]], args: list[str], name: str) -> None:
     """Call `run` with the options in `args`, print the table of its rows, keep it in `--json`."""
-    from ..benchmarks.timing import record, table, write
-    from .options import call, make_parser, read
-
     parser = make_parser(run, name)
     parser.add_argument(
         "--json", type=str | None, default=None, help="File for rows, machine and versions."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,7 +190,10 @@ def _decode_file(way: Way, file: PromptFile) -> None:
                 completions = run_grouped(engines, unit, file.batch, count)
                 results.append(completions, pair.eos)
                 done += completions.values()
-    print(summary(done, seconds) if done else f"{file.output}: complete, nothing to decode")
+    if done:
+        print(summary(done, seconds))
+    else:
+        print(f"{file.output}: complete, nothing to decode")
 
 
 def _as_begun(way: Way, begun: dict[str, Any]) -> Way:
@@ -245,50 +249,38 @@ def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) ->
 def statistics(completion: Completion) -> str:
     """What the text cost, one figure a line, each with what it counts."""
     c, count = completion, len(completion.tokens)
-    share = (
-        f"{c.accepted / c.drafted:.2f} ({c.accepted} of {c.drafted} drafted)"
-        if c.drafted
-        else "no draft"
-    )
-    weight = (
-        "" if c.mean_weight != c.mean_weight else f", mean weight of the draft {c.mean_weight:.2f}"
-    )
-    return "\n".join(
-        (
-            (
-                f"tokens: {count}, the end token included, in {c.seconds:.2f} s,"
-                f" {count / c.seconds:.1f} tokens/s"
-            ),
-            (
-                f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls;"
-                " the extra token counts)"
-            ),
-            f"accepted share: {share}",
-            (
-                f"expected substitutions: {c.substitutions:.2f},"
-                f" {100 * c.substitutions / count:.2f} per 100 tokens{weight}"
-            ),
-        )
+    share, weight = "no draft", ""
+    if c.drafted:
+        share = f"{c.accepted / c.drafted:.2f} ({c.accepted} of {c.drafted} drafted)"
+    if not math.isnan(c.mean_weight):
+        weight = f", mean weight of the draft {c.mean_weight:.2f}"
+    return (
+        f"tokens: {count}, the end token included, in {c.seconds:.2f} s,"
+        f" {count / c.seconds:.1f} tokens/s\n"
+        f"tokens per target call: {c.tokens_per_target_call:.2f} ({c.target_calls} calls; the extra"
+        " token counts)\n"
+        f"accepted share: {share}\n"
+        f"expected substitutions: {c.substitutions:.2f}, {100 * c.substitutions / count:.2f} per"
+        f" 100 tokens{weight}"
     )
 
 
 def summary(done: list[Completion], seconds: dict[str, float]) -> str:
-    """What the texts of this run cost together, and a table of where the time went, by the stages
-    there were.
-    """
-    tokens, calls = sum(len(c.tokens) for c in done), sum(c.target_calls for c in done)
-    spent, total = sum(c.substitutions for c in done), sum(seconds.values())
-    rows = [*((name, took) for name, took in seconds.items() if took), ("total", total)]
-    return "\n".join(
-        (
-            f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
-            f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
-            f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
-            "",
-            "stage      seconds  share",
-            *(f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in rows),
-        )
-    )
+    """What the texts of this run cost together, and the time that each stage took."""
+    tokens = sum(len(completion.tokens) for completion in done)
+    calls = sum(completion.target_calls for completion in done)
+    spent = sum(completion.substitutions for completion in done)
+    total = sum(seconds.values())
+    stages = {name: took for name, took in seconds.items() if took} | {"total": total}
+    lines = [
+        f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
+        f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
+        f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
+        "",
+        "stage      seconds  share",
+    ]
+    lines += [f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in stages.items()]
+    return "\n".join(lines)
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:

@@ -37,10 +37,10 @@ def write_page(
 
     Args:
         runs: folders that `diversed eval` or `diversed run` wrote.
-        out: file to write; by default RUN/report.html, to be given where there are several runs.
+        out: file to write; by default RUN/report.html, needed to compare several runs.
         quality: score, the task's; or likelihood, the target's mean log-probability of a token,
-            where the target can hardly do the task and scores tell nothing; the page is
-            RUN/report-likelihood.html then.
+            for a target that can hardly do the task, so that scores tell nothing; the page is then
+            RUN/report-likelihood.html.
         texts: texts of the learned point whose single tokens are looked at with both models; 0
             leaves that out.
         trust_remote_code: run model code that comes with a checkpoint.
@@ -55,11 +55,9 @@ def write_page(
     if out is not None and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
         raise FileNotFoundError(f"`out` must be a file in a folder that exists, got {out}")
     found = read_runs(runs, quality)
-    file = (
-        found[0].folder / (PAGE if quality == "score" else f"report-{quality}.html")
-        if out is None
-        else Path(out)
-    )
-    return write_whole(
-        file, page(found, [token_numbers(run, texts, trust_remote_code) for run in found])
-    )
+    if out is None:
+        file = found[0].folder / (PAGE if quality == "score" else f"report-{quality}.html")
+    else:
+        file = Path(out)
+    numbers = [token_numbers(run, texts, trust_remote_code) for run in found]
+    return write_whole(file, page(found, numbers))

@@ -39,7 +39,7 @@ from ..verifier.tree import chain, topology
 
 TEXTS = 400_000
 FALSE_ALARM = 1e-4
-# float64 sums of a few thousand terms, or float32 ones where a device has no float64
+# float64 sums of a few thousand terms, or float32 ones if a device has no float64
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 SHAPES = {
     "chain": (chain(1), chain(2), chain(3)),
