@@ -16,21 +16,20 @@ from itertools import product
 
 import torch
 
-from ..verifier.enumerate_laws import full_tree, paths
+from ..runtime.drafting import topology
 from ..verifier.law import DraftTree, draw
 from ..verifier.methods import METHODS
-from ..verifier.tree import chain
 from .timing import in_turns, row, seconds
+from .workload import drawn
 
 # What is drafted for every drafting law: a chain of 8, eight tokens as 2 paths, or a binary tree of
 # 31 nodes.
 SHAPES = {
-    "chain": ("chain of 8", chain(8)),
-    "paths": ("2 paths of 4", paths(2, 4)),
-    "with_replacement": ("tree of 31", full_tree(2, 4)),
-    "without_replacement": ("tree of 31", full_tree(2, 4)),
-    "greedy": ("tree of 31", full_tree(2, 4)),
+    "chain": ("chain of 8", topology("chain", 8)),
+    "paths": ("2 paths of 4", topology("paths", 4, 2)),
 }
+for _law in ("with_replacement", "without_replacement", "greedy"):
+    SHAPES[_law] = ("tree of 31", topology(_law, 4, 2))
 # Rows of a step on a CPU: both models' logits and probabilities, the law, and a row in work.
 ROWS_AT_ONCE = 6
 
@@ -61,14 +60,14 @@ def run(
     rows, left_out = [], []
     for vocabulary, batch, name in product(vocabularies, batches, methods):
         method = METHODS[name]
-        shape, parents = SHAPES[method.drafting]
-        case = f"{name}, {shape}, B = {batch}, V = {vocabulary:,}"
+        words, shape = SHAPES[method.drafting]
+        case = f"{name}, {words}, B = {batch}, V = {vocabulary:,}"
         if device != "cpu" and method.kernel is None:
             continue
-        if 4 * ROWS_AT_ONCE * batch * len(parents) * vocabulary > most_gb * 1e9:
+        if 4 * ROWS_AT_ONCE * batch * shape.nodes * vocabulary > most_gb * 1e9:
             left_out.append(case)
             continue
-        size = (batch, len(parents), vocabulary)
+        size = (batch, shape.nodes, vocabulary)
         step = _Step(name, size, getattr(torch, dtype), device, seed)
         rows.append(_row(case, step, repeats))
     if left_out:
@@ -87,20 +86,14 @@ class _Step:
     ):
         """size: batch, nodes, vocabulary."""
         self.name, self.method, self.device = name, METHODS[name], device
-        self.parents = SHAPES[self.method.drafting][1]
+        shape = SHAPES[self.method.drafting][1]
+        self.parents, self.inner = shape.parents, sorted(set(shape.parents[1:]))
         generator = torch.Generator(device).manual_seed(seed)
         logits = 3 * torch.randn(size, generator=generator, device=device)
         self.target = logits.to(dtype)
         noise = torch.randn(size, generator=generator, device=device)
         self.draft = (self.target + noise).to(dtype)
-        self.inner = sorted({parent for parent in self.parents if parent >= 0})
-        self.tokens = torch.zeros(size[:2], dtype=torch.int64, device=device)
-        replaced = self.method.drafting == "paths"
-        for parent in self.inner:
-            children = [node for node, above in enumerate(self.parents) if above == parent]
-            row = self.draft[:, parent].float().softmax(-1)
-            drawn = torch.multinomial(row, len(children), replaced, generator=generator)
-            self.tokens[:, children] = drawn
+        self.tokens = drawn(self.draft.float().softmax(-1), shape, generator)
         two = (size[0], 2)
         self.uniform = torch.rand(two, generator=generator, device=device, dtype=torch.float64)
         self.weight = torch.zeros(size[:2], device=device)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..data.tasks import DataOptions, load_task
 from ..runtime.completion import Request
+from ..runtime.drafting import DraftShape, children
 from ..runtime.groups import Models
 from ..runtime.model import Model, Pair
 from ..runtime.prompt import prompt_tokens
@@ -71,3 +73,15 @@ def call_after(model: Model, prompt: list[int], count: int) -> Callable[[], obje
         return out.logits[0, 0, 0].item()  # waits for the device
 
     return call
+
+
+def drawn(rows: Tensor, shape: DraftShape, generator: torch.Generator) -> Tensor:
+    """[B, N] the tokens of a tree whose children are drawn from rows [B, N, V] of probabilities."""
+    tokens = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
+    double = {"dtype": torch.float64, "device": rows.device, "generator": generator}
+    for parents, level in zip(shape.levels, shape.levels[1:], strict=False):
+        count = len(level) // len(parents)
+        uniform = torch.rand(len(rows), len(parents), count, **double)
+        found = children(shape.drafting, rows[:, list(parents)], count, uniform)
+        tokens[:, list(level)] = found.flatten(1)
+    return tokens

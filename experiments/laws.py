@@ -18,8 +18,9 @@ from __future__ import annotations
 import sys
 
 import torch
+from diversed.benchmarks.workload import drawn
 from diversed.commands.bench import measure
-from diversed.runtime.drafting import DraftShape, children, topology
+from diversed.runtime.drafting import DraftShape, topology
 from diversed.verifier.enumerate_laws import Pair, drafts, mean_length, random_pair
 from diversed.verifier.law import DraftTree, expected_length
 from diversed.verifier.methods import DRAFTINGS, METHODS
@@ -78,7 +79,7 @@ def accepted(size: tuple[int, int, int], width: int, noise: float, seed: int) ->
     divergence = 0.5 * (target - draft).abs().sum(-1).mean().item()
     drawn = {}
     for drafting in DRAFTINGS:
-        drawn[drafting] = _drawn(draft, target, _shape(drafting, depth, width), generator)
+        drawn[drafting] = _tree(draft, target, _shape(drafting, depth, width), generator)
     lengths = {}
     for name, method in METHODS.items():
         tree = drawn[method.drafting]
@@ -173,18 +174,13 @@ def _shape(drafting: str, depth: int, width: int) -> DraftShape:
     return topology(drafting, depth, 1 if drafting == "chain" else width)
 
 
-def _drawn(draft: Tensor, target: Tensor, shape: DraftShape, generator) -> DraftTree:
+def _tree(draft: Tensor, target: Tensor, shape: DraftShape, generator) -> DraftTree:
     """One tree per request, whose rows [B, depth + 1, V] depend on the depth alone."""
-    tokens = torch.zeros(len(draft), shape.nodes, dtype=torch.int64)
-    for depth, (parents, level) in enumerate(zip(shape.levels, shape.levels[1:], strict=False)):
-        rows = draft[:, depth, None].expand(-1, len(parents), -1)
-        count = len(level) // len(parents)
-        uniform = torch.rand(len(draft), len(parents), count, generator=generator)
-        found = children(shape.drafting, rows, count, uniform.double())
-        tokens[:, list(level)] = found.flatten(1)
     depths = torch.tensor(shape.depths)
+    rows = draft[:, depths]
+    tokens = drawn(rows, shape, generator)
     inner = torch.tensor([node in shape.parents for node in range(shape.nodes)])
-    return DraftTree(tokens, shape.parents, draft[:, depths] * inner[:, None], target[:, depths])
+    return DraftTree(tokens, shape.parents, rows * inner[:, None], target[:, depths])
 
 
 if __name__ == "__main__":
