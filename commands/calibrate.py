@@ -21,7 +21,7 @@ from ..data.selection import BundlePrompts
 from ..eval.calibration import choose
 from ..eval.grid import Grid, prepare
 from ..eval.results import read_results
-from ..eval.sweep import Cell, Sweep, cell_of
+from ..eval.sweep import Sweep, cell_of
 from ..export.bundle_writer import write_bundle
 from ..export.card import with_calibration
 from ..files import exclusive, sha256, write_whole
@@ -109,9 +109,8 @@ def calibrate(
     with exclusive(folder):
         before = _before(bundle, folder)
         card = load_bundle(before).card
-        names = {
-            bias: str(Relaxation.of_bundle(before, bias)) for bias in sorted(set(limit.biases))
-        }
+        biases = sorted(set(limit.biases))
+        names = {bias: str(Relaxation.of_bundle(before, bias)) for bias in biases}
         grid = Grid(
             methods=[decoding.method],
             relaxations=["none", *names.values()],
@@ -129,7 +128,7 @@ def calibrate(
         most = limit.max_quality_drop
         tried = choose(_measured(sweep, names), most, limit.level)
         _tell(tried, most, limit.level)
-        exact = _exact_score(sweep)
+        exact = _scores(sweep, "none").mean()
         if exact <= most:
             print(
                 f"note: exact decoding itself scores {exact:.3f} on these prompts, so nothing could"
@@ -179,41 +178,28 @@ def _before(bundle: Path, folder: Path) -> Path:
 
 
 def _measured(sweep: Sweep, names: dict[float, str]) -> Iterator[tuple[float, numpy.ndarray]]:
-    """(bias, drops) of every bias, decoded when it is asked for."""
+    """(bias, drops [P]) of every bias, decoded when it is asked for. A drop is the score of exact
+    decoding minus that of the head, each a mean over the seeds of a prompt.
+    """
     sweep.begin()
     for bias, name in names.items():
         sweep.decode([cell for cell in sweep.cells if cell.relaxation in ("none", name)])
-        yield bias, _drops(sweep, name)
+        yield bias, _scores(sweep, "none").mean(0) - _scores(sweep, name).mean(0)
 
 
-def _drops(sweep: Sweep, name: str) -> numpy.ndarray:
-    """[P] score of exact decoding minus that of the gate, means over a prompt's seeds, in the order
-    of the prompts.
-    """
-    cells: dict[Cell, dict[int, float]] = {
-        cell: {} for cell in sweep.cells if cell.relaxation in ("none", name)
-    }
+def _scores(sweep: Sweep, relaxation: str) -> numpy.ndarray:
+    """[seeds, P] the scores under one relaxation, in the order of the prompts."""
+    cells = [cell for cell in sweep.cells if cell.relaxation == relaxation]
+    scores = numpy.full((len(cells), len(sweep.prompts)), numpy.nan)
     for record in read_results(sweep.file):
         if cell_of(record) in cells:
-            cells[cell_of(record)][record["prompt"]] = record["score"]
-    signed = [
-        numpy.array([scores[prompt] for prompt in range(len(sweep.prompts))])
-        * (1 if cell.relaxation == "none" else -1)
-        for cell, scores in cells.items()
-    ]
-    if not all(((side >= -1) & (side <= 1)).all() for side in signed):
+            scores[cells.index(cell_of(record)), record["prompt"]] = record["score"]
+    if not ((scores >= 0) & (scores <= 1)).all():
         raise ValueError(
             f"the scores of {sweep.task.name} must lie in [0, 1]; calibrate on a task whose score"
             " does"
         )
-    return 2 * numpy.mean(signed, axis=0)
-
-
-def _exact_score(sweep: Sweep) -> float:
-    scores = [
-        record["score"] for record in read_results(sweep.file) if record["relaxation"] == "none"
-    ]
-    return sum(scores) / len(scores)
+    return scores
 
 
 def _tell(tried: list[dict[str, Any]], limit: float, level: float) -> None:
