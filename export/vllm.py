@@ -181,18 +181,18 @@ def relaxed_sampler() -> type:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     theirs, ours = (
-        list(inspect.signature(cls._verify).parameters) for cls in (RejectionSampler, Relaxed)
+        list(inspect.signature(cls._verify).parameters) for cls in (RejectionSampler, RelaxedVerify)
     )
     if theirs != ours:
         raise ValueError(
             f"this vLLM verifies {theirs}, the plugin was written for {ours}; install vllm 0.32"
         )
-    return type("RelaxedRejectionSampler", (Relaxed, RejectionSampler), {})
+    return type("RelaxedRejectionSampler", (RelaxedVerify, RejectionSampler), {})
 
 
-class Relaxed:
-    """In front of vLLM's RejectionSampler, which cuts a batch in chunks and makes log-probabilities
-    as before.
+class RelaxedVerify:
+    """Comes before vLLM's RejectionSampler in the order of resolution, and replaces its `_verify`;
+    vLLM cuts a batch in chunks and makes log-probabilities as before.
 
     Of B requests each has up to L drafted tokens; N = L + 1 nodes, node 0 the last committed token.
     """
@@ -241,10 +241,8 @@ class Relaxed:
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        first, node = (
-            cu_num_logits[:-1].long().unsqueeze(1),
-            torch.arange(len(self.parents), device=logits.device),
-        )
+        first = cu_num_logits[:-1].long().unsqueeze(1)
+        node = torch.arange(len(self.parents), device=logits.device)
         here = first + node < cu_num_logits[1:].unsqueeze(1)
         at = torch.where(here, first + node, first)
         tokens = torch.where(here, verify_draft_sampled[at].long(), -1)
@@ -313,33 +311,29 @@ class Relaxed:
         target's [B, N, V].
 
         The draft is drawn at the request's temperature alone. What top-k, a grammar or a list of
-        forbidden tokens has
-        taken from the target stays away from it: relaxing reads the draft's row without these
-            tokens.
+        forbidden tokens has taken from the target stays away from it: relaxing reads the draft's
+        row without these tokens.
         """
         greedy, child = (heat == 0)[:, None, None], tokens[:, 1:, None]
-        shape = (*draft.shape[:2], target.shape[-1])
         drafted = (draft.float() / torch.where(greedy, 1, heat[:, None, None])).softmax(-1)
-        drafted = functional.pad(
-            drafted[..., : shape[-1]], (0, max(0, shape[-1] - draft.shape[-1]))
-        )
-        certain = torch.zeros(shape, device=draft.device).scatter_(-1, child.clamp_min(0), 1)
+        # Cut or filled up to the target's vocabulary.
+        drafted = functional.pad(drafted, (0, target.shape[-1] - draft.shape[-1]))
+        certain = torch.zeros_like(drafted).scatter_(-1, child.clamp_min(0), 1)
         drafted = torch.where(child < 0, 0, torch.where(greedy, certain, drafted))
         own = target.softmax(-1)
-        own = torch.where(
-            greedy, torch.zeros_like(own).scatter_(-1, target.argmax(-1, keepdim=True), 1), own
-        )
+        best = torch.zeros_like(own).scatter_(-1, target.argmax(-1, keepdim=True), 1)
+        own = torch.where(greedy, best, own)
         allowed = torch.where(target[:, :-1] > -torch.inf, drafted, 0)
         allowed = allowed / allowed.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         tree = DraftTree(tokens, self.parents, functional.pad(allowed, (0, 0, 0, 1)), own)
         return drafted, self.relaxer.tree(tree).target
 
     def _committed(self, tokens: Tensor, found: Verdict, root: Tensor) -> tuple[Tensor, Tensor]:
-        """The accepted tokens and the extra one; root: [B, V] the target's logits at the root."""
+        """The accepted tokens and the bonus token; root: [B, V] the target's logits at the root."""
         # Logits that are not numbers have no verdict. Like vLLM's own sampler take the largest of
         # the others: VLLM_COMPUTE_NANS_IN_LOGITS counts them, and one request's must not end all
         # others.
         accepted = found.node.clamp_min(0).unsqueeze(1)
-        extra = torch.where(found.node < 0, root.nan_to_num(nan=-torch.inf).argmax(-1), found.token)
-        sampled = functional.pad(tokens[:, 1:], (0, 1)).scatter(1, accepted, extra.unsqueeze(1))
+        bonus = torch.where(found.node < 0, root.nan_to_num(nan=-torch.inf).argmax(-1), found.token)
+        sampled = functional.pad(tokens[:, 1:], (0, 1)).scatter(1, accepted, bonus.unsqueeze(1))
         return sampled, accepted[:, 0].int() + 1
