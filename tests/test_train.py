@@ -178,6 +178,12 @@ def test_patience_stops_after_the_best_held_out_loss_and_keeps_that_head(tmp_pat
     assert float(loss) == pytest.approx(losses[best], abs=2e-6)  # figures are rounded to six decimals
 
 
+def test_an_epoch_without_validation_has_no_held_out_figures_and_is_not_the_best(traces, tmp_path):
+    settings = {**SETTINGS, "epochs": 4, "patience": 3, "trainer": {"check_val_every_n_epoch": 2}}
+    training = json.loads((train(traces=traces, out=str(tmp_path), **settings) / "train.json").read_text())
+    assert ["held_out_loss" in row for row in training["figures"]] == [False, True, False, True]
+
+
 @pytest.mark.parametrize("name, sentence", [("head.safetensors", "is not the head that"), ("train.json", "is damaged")])
 def test_a_damaged_result_is_not_taken_for_a_finished_run(traces, tmp_path, name, sentence):
     out = train(traces=traces, out=str(tmp_path / "train"), epochs=1)

@@ -1,21 +1,22 @@
-"""`diversed distill`: a draft fine-tuned to its target, the baseline that a learned verifier has to
-beat.
+"""`diversed distill`: a draft is fine-tuned to its target. A learned head has to beat this baseline.
 
-The target samples texts of the task itself (`gather` with relaxation none), and the draft's rows
-are drawn towards the target's on them (Zhou 2023, DistillSpec, arXiv 2310.08461, on the target's
-texts); the losses are in draft.py. Training stops when step acceptance, 1 - TV, on held-out prompts
-no longer rises, and the weights of the best epoch are kept.
+The target samples texts of the task (`gather` with relaxation none), and the draft's rows are drawn
+towards the target's on them: DistillSpec (Zhou 2023, arXiv 2310.08461) on the target's texts. The
+losses are in draft.py. Training stops when step acceptance, 1 - TV, on held-out prompts no longer
+rises, and the weights of the best epoch are kept.
 
-    OUT/traces/          the texts, as `diversed gather` stores them
-    OUT/cut-0-4/         the draft before training, where it is made of layers of the target; it lies beside traces/
-    OUT/settings.json, metrics.csv   as `diversed train` keeps them, last.ckpt until the draft is written; row 0 is the
-                                     draft before training
-    OUT/adapter_model.safetensors, adapter_config.json   a LoRA adapter that peft and transformers read; or, after
-    OUT/config.json, model.safetensors, ...     training all weights or layers of the target, a model
-    OUT/distill.json     figures and where everything came from, written last
+    OUT/traces/         the texts, as `diversed gather` stores them
+    OUT/cut-0-4/        the draft before training, if it is made of layers of the target; it lies
+                        beside traces/
+    OUT/settings.json, metrics.csv   see fit.py; row 0 of the figures is the draft before training.
+                        last.ckpt is there until the draft is written
+    OUT/adapter_model.safetensors, adapter_config.json   a LoRA adapter that peft and transformers
+                        read; or a model, config.json, model.safetensors, ..., after training all
+                        weights or layers of the target
+    OUT/distill.json    figures and where everything came from, written last
 
 Either is a draft for every command: `--draft OUT`. A run that was killed and continued ends with
-    the same bytes.
+the same bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def distill_draft(
         settings["draft"] = None  # none is looked at
     folder = Path(run.out)
     with quiet(), exclusive(folder):
-        settle(folder, settings, write=False)
+        settle(folder, settings)
         if (folder / DONE).is_file():
             print(f"{folder} is already distilled; choose another --out to do it again")
             return folder

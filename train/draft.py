@@ -1,11 +1,12 @@
 """How a draft is trained on its target's texts: rows of both models at the same positions, a loss,
-the Lightning shell.
+the module under Lightning.
 
     kl   KL(target || draft) = sum of target * log(target / draft), nats
-    tv   TV(target, draft) = 1/2 sum of |target - draft|, one minus the probability that a drafted token is accepted
+    tv   TV(target, draft) = 1/2 sum of |target - draft|, one minus the probability that a drafted
+         token is accepted
 
-Both models run over whole texts, but rows over the vocabulary exist for a limited number of
-positions at a time, and are computed again where the gradient needs them.
+Both models run over whole texts. Rows over the vocabulary exist for a limited number of positions
+at a time, and are computed again where the gradient needs them.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def write_adapter(folder: Path, adapted: Any, base: str) -> list[str]:
 
 
 def linear_layers(module) -> list[str]:
-    """Names of the linear layers, each once however often it is repeated, without the output layer."""
+    """Names of the linear layers without the output layer; a name that repeats is there once."""
     from transformers.pytorch_utils import Conv1D
 
     output = module.get_output_embeddings()

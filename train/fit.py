@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ class Training(LightningModule):
         return f"epoch {row['epoch']}/{epochs}"
 
     def record(self, row: dict) -> None:
-        """Write an epoch down, keep its weights if it is the best so far, stop if none is better."""
+        """Write an epoch down; keep its weights if it is the best so far, else perhaps stop."""
         self.history.append(row)
         score = self.score(row)
         if score is not None and score > self.best.get("score", -math.inf):
@@ -235,13 +235,13 @@ def fit(
     module.restore_best()
 
 
-def settle(folder: Path, settings: Mapping[str, Any], write: bool = True) -> None:
-    """Write the settings of a run down, or refuse others than a finished epoch was trained with."""
-    kept = any((folder / name).is_file() for name in (CHECKPOINT, *DONE))
-    place, settings = Folder(folder), dict(settings)
+def settle(folder: Path, settings: dict[str, Any], write: bool = True) -> None:
+    """Refuse a folder in which an epoch was finished with other settings, else write these down."""
+    place = Folder(folder)
+    anew = not any((folder / name).is_file() for name in (CHECKPOINT, *DONE))
     if write:
-        place.begin(settings, anew=not kept)
-    elif kept:
+        place.begin(settings, anew=anew)
+    elif not anew:
         place.refuse_others(place.begun() or settings, settings)
 
 
@@ -274,7 +274,7 @@ class _WholeFiles(TorchCheckpointIO):
 
 
 class _EpochEnd(ModelCheckpoint):
-    """After every epoch: one checkpoint in place of the last, metrics.csv, one line for the reader."""
+    """After every epoch: a checkpoint in place of the last one, metrics.csv, a line for the reader."""
 
     def __init__(self, out: Path):
         super().__init__(

@@ -85,7 +85,7 @@ def _train(
     first = trainer.is_global_zero
     with exclusive(folder) if first else nullcontext():
         settings = _settings(trainer, model, data, threads)
-        settle(folder, settings, write=False)
+        settle(folder, settings, write=first)
         if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
             _refuse_damaged_result(folder)
             if first:
@@ -94,7 +94,6 @@ def _train(
         data.setup()
         _refuse_too_few(trainer, model, data)
         if first:
-            settle(folder, settings)
             _announce(model, data)
         fit(trainer, model, data, folder, lambda: model.start_from(*data.sample_inputs()))
         if first:

@@ -124,6 +124,7 @@ class VerifierModule(Training):
 
     def on_train_epoch_start(self) -> None:
         self.trained_on.reset()
+        self.held_out.reset()  # an epoch may have no validation
 
     def on_validation_epoch_start(self) -> None:
         self.held_out.reset()

@@ -9,21 +9,21 @@ position:
     log v(token) = log((1 - w) p(token) + w q(token)),      1 - TV(q, v) = 1 - (1 - w) TV(p, q),
 
 so no row over the vocabulary is needed and the cost of a step does not depend on V. The first term
-is REINFORCE with the mean reward of the prompt's texts as baseline; for texts of an older gate the
+is REINFORCE with the mean reward of the prompt's texts as baseline; for texts of an older head the
 ratio v_new / v_old of every token is clipped as in PPO (arXiv 1707.06347). The second term is
 differentiated directly, with the texts held fixed.
 
 `attribution` (ours) needs no policy gradient. Texts are sampled from the maximal coupling of target
 and blend, so each is the target's own but for a recorded list of *substitutions*, and its reward
-says what they cost. The gate's logit is
+says what they cost. The head's logit is
 read as minus the logarithm of a harm h: a 0/1 reward is fitted as P(success) = base exp(-sum of h
 over substitutions), a graded one as base minus that sum. Relaxing a position by w gains w TV
-acceptance and costs w TV h in expectation, so under any exchange rate the best gate is a threshold
+acceptance and costs w TV h in expectation, so under any exchange rate the best head is a threshold
 on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
 
 `bounded` (ours) needs no rewards: most step acceptance for a bound on the nats of the target's
 log-likelihood that a text is expected to lose. A step relaxed by w loses w (E_q[-log p] - E_p[-log
-p]), which the stored features hold, and gains w TV acceptance; so the best gate is a threshold on
+p]), which the stored features hold, and gains w TV acceptance; so the best head is a threshold on
 nats lost a substitution. A bound on substitutions themselves
 could not choose between steps: each gains w TV acceptance for w TV substitutions.
 
@@ -31,7 +31,7 @@ With `blend: logits` (the paper's code) v is proportional to p^(1-w) q^w, whose 
 over the vocabulary: it is taken over the tokens that a trace stores, the rest counting as one
 token, which bounds its share from above.
 
-An objective is a function (output of the gate, trace, settings) -> loss. `trace` is a batch of B
+An objective is a function (output of the head, trace, settings) -> loss. `trace` is a batch of B
 texts padded to T positions, with `mask` [B, T] bool, True at the text's positions. The position
 that chose the end-of-text token is one of them: ending a text is a decision like any other.
 """
@@ -125,7 +125,7 @@ def policy_gradient(
     """Loss whose gradient is minus that of E[reward] at logprob == old_logprob: sum over positions,
     mean over texts.
 
-    logprob, old_logprob: [B, T] of the tokens under the gate now and under the gate that sampled
+    logprob, old_logprob: [B, T] of the tokens under the head now and under the head that sampled
         them.
     advantage: [B]; mask: [B, T] bool.
     clip: a ratio outside [1 - clip, 1 + clip] gives no gradient in the direction it already went.
@@ -152,7 +152,7 @@ def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
     """Minus the mean log-likelihood of the rewards where all of the traces are 0 or 1, else their
     mean squared error.
 
-    logit: [B, T] of the gate; exp(-logit) is the harm of a substitution there.
+    logit: [B, T] of the head; exp(-logit) is the harm of a substitution there.
     trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text
         of that prompt earns; graded [B] bool, whether any reward of the traces, not of this batch
         alone, is neither 0 nor 1.
@@ -199,7 +199,7 @@ def reinforce(
 ) -> Tensor:
     """The loss of DIVERSED: minus (reward term + lambda * acceptance term).
 
-    weight: [B, T], the draft's share the gate gives now.
+    weight: [B, T], the draft's share that the head gives now.
     trace: target_prob, draft_prob, tv, weight (when sampled) and mask [B, T]; advantage [B].
     """
     logprob, accepted, _ = BLENDS[blend](weight, trace)

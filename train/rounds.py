@@ -69,18 +69,12 @@ def run_rounds(
         stages.gather(traces[-1], relaxation, (number - 1) * samples)
         stages.train(traces, str(here / "train"))
         data = _held_out(traces, here / "train")
-        row = {"round": number, "relaxation": relaxation, **_realised(traces[-1], data, predicted)}
+        row = {"round": number, "relaxation": relaxation, **_realised(data, predicted)}
         bias, predicted, base = operating_point(here / "train", data, max_drop)
-        rows.append(
-            row
-            | {
-                "bias": bias,
-                "predicted_next": predicted,
-                "predicted_drop_next": base - predicted,
-            }
-        )
+        row |= {"bias": bias, "predicted_next": predicted, "predicted_drop_next": base - predicted}
+        rows.append(row)
         write_whole(out / "rounds.json", json.dumps(rows, indent=2) + "\n")
-        print(_line(rows[-1]), flush=True)
+        print(_line(row), flush=True)
         stages.export(str(here / "train"), str(here / "bundle"), bias)
         relaxation = str(here / "bundle")
         if row["agrees"] and not all_rounds:
@@ -100,15 +94,13 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
         kept = _kept_epoch(record)
         part = "held_out" if "held_out_reward_estimate" in kept else "train"
         return 0.0, kept[f"{part}_reward_estimate"], kept[f"{part}_reward"]
-    graded = not ((data.texts.reward == 0) | (data.texts.reward == 1)).all()
     earned = torch.zeros(len(BIASES), dtype=torch.float64)
     base, texts = 0.0, 0
     with torch.no_grad():
         for batch in data.val_dataloader():
-            logit = head(batch["features"], batch.get("hidden"))
-            earned += torch.stack(
-                [predicted_rewards(logit, bias, batch, graded).double().sum() for bias in BIASES]
-            )
+            logit, graded = head(batch["features"], batch.get("hidden")), batch["graded"].any()
+            expected = [predicted_rewards(logit, bias, batch, graded) for bias in BIASES]
+            earned += torch.stack(expected).double().sum(1)
             base, texts = base + float(batch["base"].sum()), texts + len(logit)
     kept = [index for index, value in enumerate(earned / texts) if base / texts - value <= max_drop]
     best = max(kept, default=0)
@@ -116,18 +108,16 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
 
 
 def _kept_epoch(training: dict) -> dict:
-    """The figures of the epoch whose head a run kept: with `patience` the best one, else the last."""
+    """The figures of the epoch whose head a run kept: the best with `patience`, else the last."""
     figures = training["figures"]
     if not figures:
         raise ValueError(
             "`rounds` need a trained head, and --train.trainer.max_epochs 0 trains none"
         )
-    watched = (
-        [row for row in figures if "held_out_loss" in row]
-        if training["settings"]["patience"]
-        else []
-    )
-    return min(watched, key=lambda row: row["held_out_loss"]) if watched else figures[-1]
+    watched = [row for row in figures if "held_out_loss" in row]
+    if training["settings"]["patience"] and watched:
+        return min(watched, key=lambda row: row["held_out_loss"])
+    return figures[-1]
 
 
 def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], graded: bool) -> Tensor:
@@ -146,7 +136,7 @@ def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], grad
 
 
 def _held_out(traces: list[str], train: Path) -> TraceModule:
-    """The data as the training saw it, its held-out texts restricted to those of the newest round."""
+    """The data as the training saw it; its held-out texts are those of the newest round alone."""
     settings = json.loads((train / "train.json").read_text())["settings"]
     hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
     options = TraceOptions(traces, 64, settings["validation"], settings["reward"])
@@ -162,20 +152,14 @@ def _held_out(traces: list[str], train: Path) -> TraceModule:
     return data
 
 
-def _realised(folder: str, data: TraceModule, predicted: float | None) -> dict:
+def _realised(data: TraceModule, predicted: float | None) -> dict:
     """The newest round's texts: mean reward with a 95 % interval over prompts, and whether it holds
     the prediction.
     """
     texts = data.texts
     mine = texts.folder == int(texts.folder.max())
     _, prompt = torch.unique(texts.prompt[mine], return_inverse=True)
-    count = torch.bincount(prompt)
-    means = (
-        torch.zeros(len(count), dtype=torch.float64).index_add(
-            0, prompt, texts.reward[mine].double()
-        )
-        / count
-    )
+    means = torch.bincount(prompt, texts.reward[mine].double()) / torch.bincount(prompt)
     mean, error = float(means.mean()), float(means.std()) / math.sqrt(len(means))
     low, high = mean - 1.96 * error, mean + 1.96 * error
     acceptance, substituted = texts.speed(mine)
