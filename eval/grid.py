@@ -101,6 +101,6 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
 
 def _heads(engines: Iterable[Engine]) -> dict[str, str]:
     """Checksum of every bundle's head: results of two heads must not be mixed under one name."""
-    folders = {engine.relaxation.source for engine in engines if engine.relaxation.source}
+    folders = {engine.relaxer.rule.source for engine in engines if engine.relaxer.rule.source}
     paths = {folder: Path(folder) / "head.safetensors" for folder in sorted(folders)}
     return {folder: sha256(path) for folder, path in paths.items() if path.is_file()}

@@ -66,13 +66,9 @@ def verdict(method: Method, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
     return Verdict(torch.tensor(nodes), torch.tensor(_selected(np.stack(extra), uniform[:, 1])))
 
 
-def sample(rows: torch.Tensor, uniform: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Tokens that `uniform` [B] in [0, 1) selects from rows [B, 1, V], and their probabilities
-    there.
-    """
-    rows = rows[:, 0].numpy()
-    tokens = _selected(rows, uniform)
-    return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+def sample(rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens [B, 1, 1] that `uniform` [B, 1] in [0, 1) selects from rows [B, 1, V]."""
+    return torch.tensor(_selected(rows[:, 0].numpy(), uniform[:, 0])).view(-1, 1, 1)
 
 
 def _token(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:

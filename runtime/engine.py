@@ -1,6 +1,6 @@
 """The loop: draft a tree, run the target on it once, relax its rows, verify, commit.
 
-A step costs the draft one call a depth and the target one call; `Batch.step` is one step.
+A step costs the draft one call a depth and the target one call; step.py is one step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from collections.abc import Callable
 import torch
 
 from ..files import SEEDS, within
-from ..verifier import methods
-from ..verifier.relax import Relaxation, parse
+from ..verifier.relax import Relaxation
 from .batch import Batch
-from .choosers import Selector, make_selector
 from .completion import Completion, Request, check_stop
-from .drafting import MAX_NODES, ROOT, Branches, default_branches, topology
-from .graphs import StaticBatch, StaticState, obstacle
+from .drafting import Branches
+from .graphs import StaticBatch, obstacle
 from .model import Pair
-from .relaxer import load_relaxer
 from .sampling import Sampling
+from .setup import Setup
 
 # Ended rows stand idle until this share of the batch can be prefilled together: one call of the
 # target for all of them.
@@ -131,67 +129,12 @@ def run_grouped(
     return {i: done[i] for i in requests}
 
 
-class Engine:
-    """One method, relaxation and tree shape over one pair; checks all of it once, then runs
-    batches.
-    """
+class Engine(Setup):
+    """A setup that runs batches of requests."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        method: str = "token",
-        relaxation: str | Relaxation = "none",
-        draft_length: int = 5,
-        branches: Branches = None,
-        trunk: int = 0,
-        drafting: str | None = None,
-        relax_leaf: bool = False,
-        sampling: Sampling | None = None,
-        compile: bool = False,
-    ):
-        self.pair, self.sampling = pair, sampling or Sampling()
-        self.relaxation = parse(relaxation) if isinstance(relaxation, str) else relaxation
-        if method == "plain":
-            if self.relaxation.name != "none":
-                raise ValueError(
-                    f"method `plain` has no draft to relax towards, got relaxation {relaxation!r};"
-                    " use `none`"
-                )
-            self.method = methods.method("token")
-            self.selector = Selector([ROOT])
-        else:
-            chosen = methods.method(method)
-            drafting = drafting or chosen.drafting
-            chosen.require(drafting)
-            self.method = chosen
-            within(0, MAX_NODES, draft_length=max(draft_length, 0), trunk=trunk)
-            if isinstance(branches, str):
-                self.selector = make_selector(
-                    branches, method, drafting, draft_length, trunk, pair, self.sampling
-                )
-            else:
-                branches = (
-                    default_branches(drafting, draft_length) if branches is None else branches
-                )
-                self.selector = Selector([topology(drafting, draft_length, branches, trunk)])
-        self.shapes, self.trunk = self.selector.shapes, trunk
-        self.shape = max(self.shapes, key=lambda shape: shape.nodes)
-        self.depth = max(shape.depth for shape in self.shapes)
-        self.relaxer = load_relaxer(self.relaxation, pair, self.sampling)
-        self.relaxation, self.gate = self.relaxer.rule, self.relaxer.gate
-        self.hidden = bool(self.gate and self.gate.needs_hidden) or self.selector.looks_back
-        self.leaf = int(relax_leaf and self.depth > 0)
-        if self.leaf and self.selector.confidence:
-            raise ValueError(
-                "`relax_leaf` needs leaves that are known before the tree is drawn, got branches"
-                f" {branches!r}; leave one of the two out"
-            )
-        self.steps: dict[tuple, StaticState] = {}  # of graphs.py, the last used last
-        self.seconds: dict[str, float] | None = (
-            None  # of every stage of STAGES, where a run is to be timed
-        )
-        self.compiled = compile
-        if compile and (reason := obstacle(self)):
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        if self.compiled and (reason := obstacle(self)):
             raise ValueError(
                 f"`compile` needs a step whose shapes never change: {reason}; leave `compile` out"
             )
@@ -215,53 +158,42 @@ class Engine:
         static: whether the static step of graphs.py decodes them; by default on a GPU, where it
             can, and compiled.
         """
-        wanted = (
-            self.compiled or self.pair.target.device.type == "cuda" if static is None else static
-        )
+        wanted = static
+        if static is None:
+            wanted = self.compiled or self.pair.target.device.type == "cuda"
         reason = obstacle(self) if wanted else ""
         if static and reason:
             raise ValueError(f"`static` asks for a step that cannot be had here: {reason}")
-        done = {index: Completion() for index in requests}
-        waiting = deque(requests.items())
+        waiting, done = deque(requests.items()), dict.fromkeys(requests)
         size = min(batch or len(requests), len(requests))
-        self._mark = time.perf_counter()
-        state = self._begin(waiting, size) if requests else None
-        state = StaticBatch(state) if state and wanted and not reason else state
-        while state and any(state.active):
-            emitted = state.step(done)
-            for index, new, active in zip(state.indices, emitted, state.active, strict=True):
+        self.mark = time.perf_counter()
+        state = self._begin(waiting, size, done) if requests else None
+        if state and wanted and not reason:
+            state = StaticBatch(state)
+        while state and any(row.active for row in state.rows):
+            emitted = state.step()
+            for row, new in zip(state.rows, emitted, strict=True):
                 if on_step and new:
-                    on_step(index, new, not active)
+                    on_step(row.index, new, not row.active)
             self.lap("commit")
-            busy, idle = (
-                [row for row, active in enumerate(state.active) if active == want]
-                for want in (True, False)
-            )
+            busy = [place for place, row in enumerate(state.rows) if row.active]
+            idle = [place for place, row in enumerate(state.rows) if not row.active]
             if waiting and len(idle) >= min(math.ceil(REFILL * size), len(waiting)):
-                rows = idle[: len(waiting)]
-                state.replace(rows, self._begin(waiting, len(rows)))
+                places = idle[: len(waiting)]
+                state.replace(places, self._begin(waiting, len(places), done))
                 self.lap("prefill")
-            elif not waiting and len(busy) <= 0.75 * len(state.active):
+            elif busy and not waiting and len(busy) <= 0.75 * len(state.rows):
                 state.select(busy)
         return done
 
-    def _begin(self, waiting: deque[tuple[int, Request]], count: int) -> Batch:
-        """A batch of the first `count` waiting requests, their prompts in its caches."""
+    def _begin(self, waiting: deque[tuple[int, Request]], count: int, done: dict) -> Batch:
+        """A batch of the first `count` waiting requests, their prompts in its caches; their
+        completions stand in `done` from now on.
+        """
         batch = Batch(self, dict(waiting.popleft() for _ in range(count)))
+        done |= {row.index: row.completion for row in batch.rows}
         self.lap("prefill")
         return batch
-
-    def lap(self, stage: str) -> None:
-        """Add the time since the last lap to a stage of `seconds`, where it is kept: a GPU then
-        waits at each stage.
-        """
-        if self.seconds is None:
-            return
-        if self.pair.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._mark
-        self._mark = now
 
 
 def check_prompts(pair: Pair, prompts: dict[int, list[int]], new_tokens: int) -> None:

@@ -255,7 +255,7 @@ class LeanForward:
             if self.angles.shape[0] < cache.capacity:
                 self.angles = self._turned(torch.arange(cache.capacity, device=self.angles.device))
             if positions is None:
-                return self.angles.narrow(0, cache.layers[0].start, count).chunk(2, -1)
+                return self.angles.narrow(0, cache.layers[0].slots, count).chunk(2, -1)
             found = functional.embedding(positions, self.angles)
         return found.view(-1, 1, count, 2 * self.size).chunk(2, -1)
 
@@ -283,15 +283,16 @@ class LeanForward:
             states = self.embedding.new_empty(batch, len(self.layers) * both, 1, self.size)
             store.lazy_initialization(states, states[:, :0])
         seen = store.keys
-        if isinstance(store.start, Tensor):
+        if isinstance(store.slots, Tensor):
             # One operation on the whole buffer: compiled, one on a view of it would copy all of it.
             rows = torch.arange(batch, device=store.keys.device)[:, None, None]
             heads = torch.arange(store.keys.shape[1], device=store.keys.device)[:, None].split(both)
-            slots = store.start.unsqueeze(1)
+            slots = store.slots.unsqueeze(1)
             writes = [partial(store.keys.index_put_, (rows, layer, slots)) for layer in heads]
         else:
-            writes = [layer.copy_ for layer in seen.narrow(2, store.start, count).split(both, 1)]
-            seen = seen.narrow(2, 0, store.start + count)
+            writes = [layer.copy_ for layer in seen.narrow(2, store.slots, count).split(both, 1)]
+        if store.end < store.capacity:
+            seen = seen.narrow(2, 0, store.end)
         seen = seen.split(self.shared, 1)
         return zip(writes, seen[::2], seen[1::2], strict=True)
 

@@ -19,11 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .autotune import suited
-from .cache import PackedCache, attention_layers
+from .cache import PackedCache, Slots, attention_layers
 from .lean import LeanForward, obstacle
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
-STRIPS = 16  # longest call whose causal mask is kept: a chain's; prompts have any length
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -67,7 +66,6 @@ class Model:
         self._lean = LeanForward(module) if self.lean else None
         self._embedding = module.get_input_embeddings()
         self._hash: str | None = None
-        self._strips: dict[int, Tensor] = {}  # see `_causal`
 
     @property
     def device(self) -> torch.device:
@@ -115,26 +113,46 @@ class Model:
         last_only: logits of the last token alone, [B, 1, V]: a prefill needs none. Hidden states of
                    the others are then not to be relied on.
         """
-        device = self.device
-        tokens = tokens.to(device)
+        count, device = tokens.shape[1], self.device
         if positions is not None:
             positions = positions.to(device)
-        elif self.window or cache is None or not self._lean:
-            positions = torch.arange(start, start + tokens.shape[1], device=device).expand_as(
-                tokens
-            )
-        slots = (
-            positions
-            if cache is None
-            else cache.write_at(start, tokens, positions if self.window else None)
-        )
+        elif self.window or cache is None:
+            positions = torch.arange(start, start + count, device=device).expand_as(tokens)
+        seen = positions
+        if cache is not None and self.window:
+            seen = cache.note(start, positions)
+        masks = self._masks(visible, positions, seen, start, count)
+        return self.run(tokens, positions, start, masks, cache, start + count, hidden, last_only)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        slots: Slots,
+        masks: dict[str, Tensor | None],
+        cache: PackedCache | None,
+        end: int,
+        hidden: bool = False,
+        last_only: bool = False,
+    ) -> Output:
+        """The same, told where to write and what to add to the scores.
+
+        slots: the first of consecutive slots, or [B, Q] slots of each row's own.
+        masks: by kind of attention [B or 1, 1, Q, end]; None if every slot is seen.
+        end:   how many slots are looked at.
+        """
+        tokens = tokens.to(self.device)
+        if cache is not None:
+            cache.write_at(slots, end)
         if self._lean:
-            self._lean.refresh()
-            masks = self._masks(visible, positions, slots, start, tokens.shape[1], allow_none=True)
+            if not torch.compiler.is_compiling():
+                self._lean.refresh()
             logits, states = self._lean(tokens, positions, masks, cache, last_only)
             logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
             return Output(logits, states if hidden else None)
-        masks = self._masks(visible, positions, slots, start, tokens.shape[1])
+        if positions is None:
+            positions = torch.arange(slots, slots + tokens.shape[1], device=self.device)
+            positions = positions.expand_as(tokens)
         extra = {"logits_to_keep": 1} if last_only and self._can_slice else {}
         if cache is not None:
             extra |= {self._cache_name: cache, "use_cache": True}
@@ -157,61 +175,34 @@ class Model:
         """
         return self._lean.angles
 
-    def at_slots(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: PackedCache
-    ) -> Output:
-        """A lean call, hidden states included, whose rows write into slots [B, Q] of their own.
-
-        mask: [B, 1, Q, capacity] to add to the scores of all slots.
-        """
-        cache.layers[0].start = slots
-        logits, states = self._lean(tokens, positions, dict.fromkeys(self.kinds, mask), cache)
-        return Output(logits[..., : self.vocab], states)
-
     def _masks(
         self,
         visible: Tensor | None,
         positions: Tensor | None,
-        slots: Tensor | None,
+        seen: Tensor | None,
         start: int,
         count: int,
-        allow_none: bool = False,
     ) -> dict[str, Tensor | None]:
         """What to add to the scores, by kind of attention: [B or 1, 1, Q, slots] of 0 and the most
         negative number.
 
         A bool mask is silently wrong with eager attention.
-        slots:      [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
-        allow_none: a single token that sees every slot needs no mask.
+        seen: [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
         """
-        if visible is None and not self.window:
-            return {
-                "full_attention": None if count == 1 and allow_none else self._causal(start, count)
-            }
+        if visible is None and count == 1 and self.lean and not self.window:
+            return dict.fromkeys(self.kinds)  # a single token that sees every slot needs no mask
         if visible is None:
             slot = torch.arange(start + count, device=self.device)
             visible = (slot <= slot[start:].unsqueeze(1)).unsqueeze(0)
         visible = visible.to(self.device)
-        masks = (
-            {"full_attention": self._additive(visible)} if "full_attention" in self.kinds else {}
-        )
+        masks = {"full_attention": self.additive(visible)} if "full_attention" in self.kinds else {}
         if self.window:
-            near = positions.unsqueeze(-1) - slots.unsqueeze(1) < self.window
-            masks["sliding_attention"] = self._additive(visible & near)
+            near = positions.unsqueeze(-1) - seen.unsqueeze(1) < self.window
+            masks["sliding_attention"] = self.additive(visible & near)
         return masks
 
-    def _causal(self, start: int, count: int) -> Tensor:
-        """[1, 1, Q, start + Q]: each token sees all up to its own slot. A view of a strip that
-        grows with the text.
-        """
-        strip = self._strips.get(count)
-        if strip is None or strip.shape[-1] < start + count or strip.device != self.device:
-            slot = torch.arange(2 * start + count, device=self.device)
-            strip = self._additive((slot <= slot[2 * start :].unsqueeze(1)).unsqueeze(0))
-            self._strips = {**self._strips, count: strip} if count <= STRIPS else self._strips
-        return strip[..., strip.shape[-1] - count - start :]
-
-    def _additive(self, visible: Tensor) -> Tensor:
+    def additive(self, visible: Tensor) -> Tensor:
+        """[B, 1, Q, slots] to add to the scores for `visible` [B, Q, slots] bool."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min).unsqueeze(1)
 

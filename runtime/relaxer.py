@@ -47,18 +47,6 @@ class Relaxed:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """What `Batch` and the static step read of a relaxer."""
-
-    weight: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    needs_hidden: bool = False
-    checked: bool = False
-
-    def __call__(self, draft: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
-        return self.weight(draft, target, hidden)
-
-
-@dataclass(frozen=True)
 class Relaxer:
     """rule: the relaxation, its blend known.
     weigh: of a learned rule: (draft's rows, target's rows, hidden states or None) -> the draft's
@@ -105,10 +93,6 @@ class Relaxer:
             draft, target = hidden
             both = torch.cat([draft.to(target.device), target], -1)
         return self.weigh(tree.draft, tree.target, both)
-
-    @property
-    def gate(self) -> Gate | None:
-        return Gate(self.weigh, self.needs_hidden, self.checked) if self.weigh else None
 
     @property
     def constant(self) -> float | None:

@@ -33,6 +33,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out other than by a temperature of 0."""
+        return self.temperature > 0 and self != Sampling(self.temperature)
+
     def __post_init__(self):
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(

@@ -112,11 +112,12 @@ def steps(monkeypatch):
     """(requests in the rows, rows at work, slots of the caches) at every step of the loop."""
     seen, step = [], Batch.step
 
-    def spy(state, done):
-        slots = {layer.keys.shape[2] for layer in state.target_cache.layers if layer.is_initialized}
-        slots |= {state.target_cache.capacity, state.draft_cache.capacity}
-        seen.append((list(state.requests), sum(state.active), slots))
-        return step(state, done)
+    def spy(state):
+        caches = state.target.cache, state.draft.cache
+        slots = {layer.keys.shape[2] for layer in caches[0].layers if layer.is_initialized}
+        slots |= {cache.capacity for cache in caches}
+        seen.append(([row.request for row in state.rows], sum(row.active for row in state.rows), slots))
+        return step(state)
 
     monkeypatch.setattr(Batch, "step", spy)
     return seen

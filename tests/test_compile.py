@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diversed.runtime.drafting import ROOT
 from diversed.runtime.engine import Engine
 from diversed.runtime.graphs import StaticState
 from diversed.verifier.methods import METHODS
@@ -27,7 +28,7 @@ def test_every_step_is_one_program(method, traced):
     engine, loop = (make_engine(pair, method, "learned;bias=0.7", draft_length=2) for _ in range(2))
     engine.compiled = True
     same(engine.run(requests(), 3), loop.run(requests(), 3))
-    assert len(engine.steps) == 1 and not loop.steps
+    assert len(engine.static) == 1 and not loop.static
 
 
 @pytest.mark.parametrize("method, way", [("block", "entropy"), ("traversal", "network"), ("gbv", "auto")])
@@ -35,7 +36,7 @@ def test_every_shape_that_is_chosen_is_one_program(method, way, traced, tmp_path
     engine, loop = (choosing(tmp_path, tiny_pair(VOCAB), method, way, "learned;bias=0.7") for _ in range(2))
     engine.compiled = True
     same(engine.run(requests(), 3), loop.run(requests(), 3))
-    (state,) = engine.steps.values()
+    (state,) = engine.static.values()
     assert len(state.steps) > 1 and all(list(step.stages) == ["step"] for step in state.steps.values())
 
 
@@ -45,7 +46,7 @@ def test_a_compiled_step_gives_the_texts_and_statistics_of_the_loop(tmp_path, mo
     pair = tiny_pair(VOCAB, layers=1)
     engine, loop = (Engine(pair, "token", "ensemble:0.3", draft_length=1, compile=each) for each in (True, False))
     same(engine.run(requests(), 3), loop.run(requests(), 3))
-    assert len(engine.steps) == 1 and not loop.steps
+    assert len(engine.static) == 1 and not loop.static
 
 
 def test_a_step_that_cannot_be_compiled_says_why(monkeypatch):
@@ -58,7 +59,7 @@ def test_a_step_that_cannot_be_compiled_says_why(monkeypatch):
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(ValueError, match="`compile` does not work here: No working C.. compiler .* install one"):
         with torch.no_grad():
-            StaticState(Engine(tiny_pair(VOCAB), "token", compile=True), 1, 64).step(0)
+            StaticState(Engine(tiny_pair(VOCAB), "token", compile=True), 1, 64).step(ROOT)
 
 
 def test_a_pair_without_static_steps_is_not_compiled(monkeypatch):

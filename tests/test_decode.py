@@ -8,6 +8,7 @@ from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.model import make_pair
 from diversed.runtime.prompt import check_text
+from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.methods import METHODS, Method
 from diversed.verifier.relax import parse
@@ -139,14 +140,11 @@ def test_a_gate_sees_rows_and_hidden_states_of_its_own_context():
     engine = Engine(pair, "univer", "none", draft_length=2, branches=2)
     seen = []
 
-    class Spy:
-        needs_hidden = True
+    def spy(draft, target, hidden):
+        seen.append((draft.clone(), target.clone(), hidden.clone()))
+        return torch.zeros(draft.shape[:-1])
 
-        def __call__(self, draft, target, hidden):
-            seen.append((draft.clone(), target.clone(), hidden.clone()))
-            return torch.zeros(draft.shape[:-1])
-
-    engine.gate, engine.hidden, engine.relaxation = Spy(), True, parse("learned")
+    engine.relaxer, engine.hidden = Relaxer(parse("learned"), spy, needs_hidden=True), True
     trees = []
     law = engine.method.unchecked
     engine.method = Method(lambda tree: trees.append(tree) or law(tree), engine.method.drafting)

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine
 from diversed.runtime.graphs import StaticBatch, StaticState, StaticStep, obstacle
 from diversed.runtime.model import load_pair, make_pair
-from diversed.runtime.relaxer import Gate
+from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.kernels import NAMES
@@ -47,8 +48,8 @@ def make_engine(pair, method="block", relaxation="none", device="cpu", draft_len
         head.net[2].weight.data.normal_()
         head = head.to(device)
         bias = rule.bias or 0.0
-        gate = Gate(lambda draft, target, hidden: head.weight(draft, target, hidden, bias), needs_hidden=True)
-        engine.relaxation, engine.gate, engine.hidden = rule, gate, True
+        engine.relaxer = Relaxer(rule, lambda draft, target, hidden: head.weight(draft, target, hidden, bias), True)
+        engine.hidden = True
     return engine
 
 
@@ -78,7 +79,7 @@ def test_the_static_step_gives_the_texts_and_statistics_of_the_loop(method, rela
     """Eight prompts through three rows, one in the place of another; no text differs by a rounding tie."""
     engine = make_engine(tiny_pair(VOCAB), method, relaxation)
     same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
-    assert len(engine.steps) == 1, "requests came and went without another shape"
+    assert len(engine.static) == 1, "requests came and went without another shape"
 
 
 OPTIONS = {
@@ -110,7 +111,7 @@ def choosing(path: Path, pair, method: str, way: str, relaxation="none", device=
 
 def grown(engine: Engine) -> list[int]:
     """How many shapes each of the engine's states has a step for."""
-    return [len(state.steps) for state in engine.steps.values()]
+    return [len(state.steps) for state in engine.static.values()]
 
 
 @pytest.mark.parametrize("method, way", CHOSEN)
@@ -132,7 +133,9 @@ def test_a_chosen_tree_is_relaxed_as_the_loops(tmp_path, way, relaxation):
 @pytest.mark.parametrize("way", ["auto", "network"])
 def test_a_gate_is_not_shown_the_hidden_states_that_a_choice_needs(tmp_path, way):
     engine = choosing(tmp_path, tiny_pair(VOCAB), "gbv", way, "learned")
-    engine.gate, shown = Gate(lambda draft, target, hidden: shown.append(hidden) or 0.9 * draft[..., 2]), []
+    shown = []
+    weigh = lambda draft, target, hidden: shown.append(hidden) or 0.9 * draft[..., 2]  # noqa: E731
+    engine.relaxer = Relaxer(engine.relaxer.rule, weigh)
     engine.hidden = engine.selector.looks_back
     same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
     assert shown and all(hidden is None for hidden in shown)
@@ -222,7 +225,7 @@ def test_no_step_waits_for_the_host_or_depends_on_data(shadow, method, relaxatio
     ways = {False, method in NAMES and relaxation in BLENDS}
     for wanted in ways:
         step = StaticStep(StaticState(engine, 3, 64), engine.shape, kernels=wanted)
-        assert bool(step.kernel) == wanted
+        assert (step.step.way == "kernel") == wanted
         with Capturable() as mode, NoLists():
             step.draw_tree()
             step.verify()
@@ -245,7 +248,7 @@ def test_no_chosen_step_waits(tmp_path, shadow, method, way):
         state = StaticState(engine, 2, 64)
         for shape in engine.shapes:
             step = StaticStep(state, shape, kernels=wanted)
-            assert bool(step.kernel) == wanted
+            assert (step.step.way == "kernel") == wanted
             with Capturable(), NoLists():
                 step.draw_tree()
                 step.verify()
@@ -258,7 +261,7 @@ def test_no_option_makes_a_step_wait(shadow, case):
     engine = make_engine(shadow, method, "ensemble:0.3", "meta", **options)
     for wanted in {False, method in NAMES and options.get("drafting") != "paths"}:
         step = StaticStep(StaticState(engine, 2, 64), engine.shape, kernels=wanted)
-        assert bool(step.kernel) == wanted
+        assert (step.step.way == "kernel") == wanted
         with Capturable(), NoLists():
             step.draw_tree()
             step.verify()
@@ -271,7 +274,7 @@ def test_what_is_computed_does_not_depend_on_the_texts(method, branches):
     engine, noted, lengths = make_engine(tiny_pair(VOCAB), method, "ensemble:0.6;budget=2", branches=branches), [], []
     for drawn in (requests(3), requests(3, longest=3)):
         state = StaticBatch(Batch(engine, drawn)).static
-        step = state.step(len(engine.shapes) - 1)
+        step = state.step(engine.shapes[-1])
         for _ in range(2):
             with Capturable() as mode, NoLists():
                 step.draw_tree()
@@ -291,8 +294,8 @@ def test_from_logits_the_kernels_give_the_same_texts(monkeypatch, method, relaxa
     kernels.quickened(monkeypatch)
     engine, drawn = make_engine(tiny_pair(VOCAB), method, relaxation, draft_length=2), requests(3, most=3)
     same(engine.run(drawn, 2, static=True), engine.run(drawn, 2))
-    (state,) = engine.steps.values()
-    assert state.step(0).kernel
+    (state,) = engine.static.values()
+    assert state.step(engine.shape).step.way == "kernel"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled on this machine")
@@ -331,10 +334,10 @@ def test_a_longer_request_takes_every_row_to_larger_caches(monkeypatch):
     engine = make_engine(tiny_pair(VOCAB), "univer", "ensemble:0.5")
     drawn = requests(6) | {99: Request([2, 3] * 45, 3, 20)} | {key + 100: each for key, each in requests(4).items()}
     same(engine.run(drawn, 3, static=True), engine.run(drawn, 3))
-    small, large = (state.capacity for state in engine.steps.values())
+    small, large = (state.capacity for state in engine.static.values())
     assert small < large
     engine.run(drawn, 4, static=True)
-    assert len(engine.steps) == graphs.KEPT
+    assert len(engine.static) == graphs.KEPT
 
 
 def test_tokens_are_handed_out_one_step_late_and_the_end_is_said_once():
@@ -360,7 +363,7 @@ def test_logits_that_are_not_finite_are_refused_with_the_loops_sentence(which, s
         ValueError, match=f"the {which} model gave logits that are not finite for prompt 5; try another"
     ):
         engine.run({5: Request([2, 3], 0, 8), 6: Request([4], 0, 8)}, static=static)
-    assert not engine.steps, "their caches hold what is not finite"
+    assert not engine.static, "their caches hold what is not finite"
 
 
 def windowed() -> MistralForCausalLM:
@@ -369,9 +372,9 @@ def windowed() -> MistralForCausalLM:
 
 
 def test_what_the_static_step_cannot_do_stays_with_the_loop(monkeypatch):
-    pair, gate = tiny_pair(VOCAB), Gate(lambda draft, target, hidden: draft[..., 0], checked=True)
+    pair = tiny_pair(VOCAB)
     engine = make_engine(pair, relaxation="learned")
-    engine.gate = gate
+    engine.relaxer = replace(engine.relaxer, checked=True)
     assert obstacle(engine) == "the answers of a gate of your own are looked at"
     engine = make_engine(make_pair(windowed(), windowed(), tokenizer(VOCAB)))
     assert obstacle(engine) == "layers of target see a window of tokens"
@@ -384,7 +387,7 @@ def test_what_the_static_step_cannot_do_stays_with_the_loop(monkeypatch):
     engine = make_engine(make_pair(module(0, VOCAB), module(1, VOCAB), tokenizer(VOCAB)))
     assert obstacle(engine) == "target goes through transformers: DIVERSED_LEAN=0"
     engine.run(requests(2))
-    assert not engine.steps
+    assert not engine.static
 
 
 @pytest.fixture(scope="module")
@@ -398,8 +401,8 @@ def on_gpu():
 def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation):
     engine = make_engine(on_gpu, method, relaxation, "cuda")
     captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)
-    (state,) = engine.steps.values()
-    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in state.step(0).stages.values())
+    (state,) = engine.static.values()
+    assert all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in state.step(engine.shape).stages.values())
     # kernel and law may part where a uniform is within 1e-6 of a step: once in some thousand texts of 16 tokens
     assert sum(statistics(captured[key]) != statistics(loop[key]) for key in loop) <= 1
     same(engine.run(requests(), 3), captured)
@@ -410,7 +413,7 @@ def test_captured_steps_give_the_loops_texts_on_a_gpu(on_gpu, method, relaxation
 def test_every_shape_that_is_chosen_is_captured_and_gives_the_loops_texts(on_gpu, tmp_path, method, way):
     engine = choosing(tmp_path, on_gpu, method, way, "learned;bias=0.7", "cuda")
     captured, loop = engine.run(requests(), 3), engine.run(requests(), 3, static=False)
-    (state,) = engine.steps.values()
+    (state,) = engine.static.values()
     stages = [work for step in state.steps.values() for work in step.stages.values()]
     assert len(stages) > 2 and all(isinstance(work.__self__, torch.cuda.CUDAGraph) for work in stages)
     # as above, and a choice may part where two shapes are within rounding

@@ -117,7 +117,7 @@ def test_a_chain_ends_behind_the_first_token_that_the_draft_is_not_sure_of(metho
         assert drafted == after - before, "alone, the draft stops with its text"
     calls = sum(c.draft_calls for c in alone)
     together = decode(pair, prompts, **options)
-    monkeypatch.setattr("diversed.runtime.batch.serves", lambda *_: False)
+    monkeypatch.setattr("diversed.runtime.chain_twin.serves", lambda *_: False)
     general = decode(pair, prompts, **options)
     assert [c.tokens for c in alone] == [c.tokens for c in together] == [c.tokens for c in general]
     for name in ("weight_count", "drafted_by_depth", "accepted_by_depth", "target_calls"):
