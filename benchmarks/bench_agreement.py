@@ -22,7 +22,8 @@ from rich.progress import track
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from ..runtime.lean import SWITCH
-from ..runtime.model import Pair, make_pair
+from ..runtime.loading import make_pair
+from ..runtime.model import Pair
 from ..verifier.methods import METHODS, Method
 from .workload import Workload
 

@@ -20,7 +20,8 @@ import sys
 
 import torch
 
-from ..runtime.model import Pair, make_pair
+from ..runtime.loading import make_pair
+from ..runtime.model import Pair
 from ..runtime.sampling import Sampling
 from . import bench_decode, bench_step, bench_verify
 from .timing import record, table, write

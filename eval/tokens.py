@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..data.tasks import DataOptions, Task, load_task
 from ..files import read_settings, sha256, write_whole
-from ..runtime.model import Pair, load_pair
+from ..runtime.loading import load_pair
+from ..runtime.model import Pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation

@@ -26,7 +26,7 @@ from ..files import within
 from ..runtime.completion import Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine, run_grouped
-from ..runtime.model import load_pair
+from ..runtime.loading import load_pair
 from ..runtime.sampling import Sampling
 
 # All mean the first.

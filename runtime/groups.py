@@ -14,7 +14,8 @@ import torch
 from ..files import MOST_THREADS, Folder, within, worker
 from .bundle import ROLES, read_card
 from .drafting import Branches
-from .model import Pair, load_pair
+from .loading import load_pair
+from .model import Pair
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from diversed.commands.options import call
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
-from diversed.runtime.model import Model, load_module, load_pair, load_tokenizer
+from diversed.runtime.loading import load_module, load_pair, load_tokenizer
+from diversed.runtime.model import Model
 from diversed.runtime.sampling import Sampling
 from diversed.train import draft, draft_weights, fit
 from diversed.train.draft import DraftModule, Texts, collate, compare

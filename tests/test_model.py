@@ -3,7 +3,8 @@
 import pytest
 import torch
 from diversed.runtime.engine import decode
-from diversed.runtime.model import Model, load_pair, make_pair
+from diversed.runtime.loading import load_pair, make_pair
+from diversed.runtime.model import Model
 from diversed.runtime.sampling import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM
 

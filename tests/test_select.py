@@ -12,7 +12,7 @@ from diversed.commands.select_trees import select
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.engine import Engine, decode
-from diversed.runtime.model import load_pair
+from diversed.runtime.loading import load_pair
 from diversed.runtime.shape_network import SCALARS
 from diversed.runtime.shapes import parse_shape
 from diversed.selector.chooser_training import ChooserModule, ChooserOptions, objective, time_choice

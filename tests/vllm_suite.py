@@ -9,7 +9,7 @@ import pytest
 import torch
 from diversed.commands.export import export
 from diversed.export import vllm as plugin
-from diversed.runtime.model import make_pair
+from diversed.runtime.loading import make_pair
 from diversed.runtime.sampling import Sampling, probabilities
 from diversed.runtime.uniforms import uniforms
 from diversed.verifier.head import WeightHead

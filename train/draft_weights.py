@@ -16,7 +16,8 @@ from torch import nn
 
 from ..files import within, write_whole
 from ..runtime.groups import Models
-from ..runtime.model import Model, load_module, load_tokenizer
+from ..runtime.loading import load_module, load_tokenizer
+from ..runtime.model import Model
 
 
 @dataclass(frozen=True)
