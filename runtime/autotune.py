@@ -13,12 +13,8 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from .model import Model
 
 ROWS = 8  # of the product that is timed: what a step of a few requests gives a layer
 TURNS = 7
@@ -60,10 +56,11 @@ def slower_than_float32(dtype: torch.dtype, width: int) -> bool:
     return single <= GAIN * half
 
 
-def fastest_threads(model: Model, rows: int, tokens: int) -> int:
+def fastest_threads(model, rows: int, tokens: int) -> int:
     """The number of threads, of 1, 2, 4, ... and torch's own number, with which a call is fastest;
     torch keeps it.
 
+    model:        a `runtime.model.Model`.
     rows, tokens: of the call that is timed, a step's.
     """
     most = torch.get_num_threads()
