@@ -195,26 +195,15 @@ def statements(
 
     records: lines of results.jsonl. Only prompts that every point has are used; a prompt's seeds
         are pooled.
-    temperature, draft_length: of the point, where the records have several.
+    temperature, draft_length: of the point.
     looked: learned points looked at on these prompts, whose number the verdict's interval is
         corrected for.
     """
-    groups = {_group(point_of(record)) for record in records if record["method"] == method}
-    asked = {1: temperature, 2: draft_length}
-    groups = [
-        group for group in groups if all(value in (None, group[i]) for i, value in asked.items())
-    ]
-    if len(groups) > 1:
-        raise ValueError(
-            f"{method} was measured at {len(groups)} pairs of temperature and draft length; name"
-            " one with `temperature` and `draft_length`"
-        )
     cells: dict[str, dict[int, list[dict]]] = {}
     for record in records:
-        if _group(point_of(record)) in groups:
-            cells.setdefault(record["relaxation"], {}).setdefault(record["prompt"], []).append(
-                record
-            )
+        if _group(point_of(record)) == (method, temperature, draft_length):
+            texts = cells.setdefault(record["relaxation"], {})
+            texts.setdefault(record["prompt"], []).append(record)
     statics = sorted((place, name) for name in cells if (place := static_place(name)) is not None)
     if relaxation not in cells:
         raise ValueError(
@@ -243,7 +232,7 @@ def statements(
         if rule_of(name).kind == "code" and cells[name].keys() >= set(prompts)
     }
     mine = tables(relaxation)
-    point = (method, relaxation, *groups[0][1:])
+    point = (method, relaxation, temperature, draft_length)
     found = []
     for speed in SPEEDS:
         one = _compare(point, speed, mine, looked, resamples, seed)

@@ -51,30 +51,13 @@ def ratio(sums: numpy.ndarray) -> numpy.ndarray:
 
 
 def bootstrap(
-    values: Sequence[float],
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-    clusters: Sequence[int] | None = None,
+    values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(mean, low, high) with a 95 % percentile interval.
-
-    values:   [S], one score a text.
-    clusters: [S], the prompt of every text; the texts of a prompt are resampled together. None:
-        each text by itself.
+    """(mean, low, high) with a 95 % percentile interval; values: [P], one score a prompt, the mean
+    over its texts.
     """
     values = _finite(values, "values")
-    groups = (
-        numpy.arange(len(values))
-        if clusters is None
-        else numpy.unique(clusters, return_inverse=True)[1]
-    )
-    if groups.shape != values.shape:
-        raise ValueError(
-            f"`clusters` must be [S] like `values` {list(values.shape)}, got {list(groups.shape)}"
-        )
-    columns = numpy.stack([numpy.bincount(groups, values), numpy.bincount(groups)], 1)
-    low, high = percentiles(resample(columns, ratio, resamples, seed))
-    return float(values.mean()), float(low), float(high)
+    return ratio_of_sums(values, numpy.ones(len(values)), resamples, seed)
 
 
 def _drawn(prompts: int, resamples: int, seed: int) -> Iterator[numpy.ndarray]:
@@ -100,33 +83,30 @@ def _drawn(prompts: int, resamples: int, seed: int) -> Iterator[numpy.ndarray]:
 def ratio_of_sums(
     parts: Sequence[float], wholes: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(sum of parts / sum of wholes, low, high) with a 95 % interval; both [P], one a prompt."""
+    """(sum of parts / sum of wholes, low, high) with a 95 % percentile interval.
+
+    parts, wholes: [P], the sums over a prompt's texts, which are resampled together.
+    """
     columns = numpy.array([parts, wholes], dtype=numpy.float64).T
     low, high = percentiles(resample(columns, ratio, resamples, seed))
     return float(ratio(columns.sum(0))), float(low), float(high)
 
 
 def paired_bootstrap(
-    values: Sequence[float],
-    baseline: Sequence[float],
-    clusters: Sequence[int] | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    values: Sequence[float], baseline: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(difference, low, high): mean of values - baseline with a 95 % interval, below 0 where the
+    """(difference, low, high): mean of values - baseline with a 95 % interval, below 0 if the
     baseline is better.
 
-    values, baseline: [S], the scores of two methods on the same prompts (and seeds) in the same
-        order.
-    clusters:         [S], the prompt of every text, as in `bootstrap`.
+    values, baseline: [P], the scores of two methods on the same prompts in the same order.
     """
     values, baseline = _finite(values, "values"), _finite(baseline, "baseline")
     if values.shape != baseline.shape:
         raise ValueError(
-            f"`baseline` must be [S] like `values` {list(values.shape)}, got"
+            f"`baseline` must be [P] like `values` {list(values.shape)}, got"
             f" {list(baseline.shape)}; are both methods scored on the same prompts?"
         )
-    return bootstrap(values - baseline, resamples, seed, clusters)
+    return bootstrap(values - baseline, resamples, seed)
 
 
 def mcnemar(values: Sequence[float], baseline: Sequence[float]) -> tuple[int, int, float]:
@@ -205,7 +185,7 @@ def _finite(values: Sequence[float], name: str) -> numpy.ndarray:
     array = numpy.asarray(values, dtype=numpy.float64)
     if array.ndim != 1 or not array.size or not numpy.isfinite(array).all():
         raise ValueError(
-            f"`{name}` must be [S] finite numbers, at least one, got"
+            f"`{name}` must be [P] finite numbers, at least one, got"
             f" {numpy.array2string(array, threshold=6)}"
         )
     return array

@@ -208,33 +208,18 @@ def test_bootstrap_covers_the_truth_about_nineteen_times_in_twenty():
 
 def test_copies_of_a_text_add_no_certainty_when_resampled_by_prompt():
     values = numpy.random.default_rng(2).random(50)
-    copies, prompts = numpy.repeat(values, 8), numpy.repeat(numpy.arange(50), 8)
-    assert bootstrap(copies, clusters=prompts) == pytest.approx(bootstrap(values), abs=1e-12)
-    _, low, high = bootstrap(copies)
+    assert ratio_of_sums(8 * values, numpy.full(50, 8)) == pytest.approx(bootstrap(values), abs=1e-12)
+    _, low, high = bootstrap(numpy.repeat(values, 8))
     assert high - low < 0.5 * (bootstrap(values)[2] - bootstrap(values)[1])
 
 
 def test_a_resample_is_the_mean_over_its_texts_where_prompts_have_unequal_many():
     # Two prompts, one text of score 1 and three of 0: resamples have mean 1, 0 (a quarter each) or 1/4 (half).
-    mean, low, high = bootstrap([1.0, 0.0, 0.0, 0.0], clusters=[0, 1, 1, 1])
-    assert (mean, low, high) == (0.25, 0.0, 1.0)
+    assert ratio_of_sums([1, 0], [1, 3]) == (0.25, 0.0, 1.0)
     # 80 prompts, half with one text of 1, half with five of 0: prompts average 1/2, texts 1/6.
-    values, prompts = [1.0, *[0.0] * 5] * 40, [i + (j > 0) for i in range(0, 80, 2) for j in range(6)]
-    mean, low, high = bootstrap(values, clusters=prompts)
+    mean, low, high = ratio_of_sums([1, 0] * 40, [1, 5] * 40)
     assert mean == pytest.approx(1 / 6, abs=1e-12)
     assert low < mean < high < 0.3
-
-
-def test_pairs_are_resampled_by_prompt_too():
-    first, second = numpy.random.default_rng(5).random((2, 50))
-    prompts = numpy.repeat(numpy.arange(50), 8)
-    clustered = paired_bootstrap(numpy.repeat(first, 8), numpy.repeat(second, 8), prompts)
-    assert clustered == pytest.approx(paired_bootstrap(first, second), abs=1e-12)
-
-
-def test_order_of_the_texts_and_names_of_the_prompts_do_not_matter():
-    values, prompts = [0.0, 1.0, 1.0, 0.5], [3, 9, 3, 9]
-    assert bootstrap(values, clusters=prompts) == bootstrap([1.0, 0.5, 0.0, 1.0], clusters=[3, 9, 3, 9])
 
 
 def test_pairing_removes_what_both_methods_share():
@@ -248,11 +233,10 @@ def test_pairing_removes_what_both_methods_share():
 
 def test_paired_bootstrap_is_antisymmetric_and_zero_against_itself():
     first, second = numpy.random.default_rng(4).random((2, 60))
-    prompts = numpy.arange(60) // 3
-    difference, low, high = paired_bootstrap(first, second, prompts)
+    difference, low, high = paired_bootstrap(first, second)
     # Percentiles of 10,000 numbers lie between two of them: mirrored interpolation, equal to rounding.
-    assert paired_bootstrap(second, first, prompts) == pytest.approx((-difference, -high, -low), abs=1e-12)
-    assert paired_bootstrap(first, first, prompts) == (0.0, 0.0, 0.0)
+    assert paired_bootstrap(second, first) == pytest.approx((-difference, -high, -low), abs=1e-12)
+    assert paired_bootstrap(first, first) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (5, 0), (3, 9), (120, 80)])
@@ -300,7 +284,6 @@ def test_one_prompt_gives_an_interval_of_no_width():
     [
         (lambda: bootstrap([]), "`values` must be .* at least one"),
         (lambda: bootstrap([1.0, math.nan]), "finite numbers"),
-        (lambda: bootstrap([1.0, 2.0], clusters=[1]), r"`clusters` must be \[S\] like `values` \[2\], got \[1\]"),
         (lambda: bootstrap([1.0], resamples=0), "`resamples` must be at least 1"),
         (lambda: paired_bootstrap([1.0], [1.0, 2.0]), "scored on the same prompts"),
     ],

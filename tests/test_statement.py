@@ -128,8 +128,8 @@ def test_points_are_compared_at_their_own_temperature_and_draft_length():
     assert [(s.difference, s.low, s.high) for s in both[:2]] == [(s.difference, s.low, s.high) for s in alone]
     assert len(both) == 4 and {statement.looked for statement in both} == {2}  # of whatever temperature
     assert "at temperature 0.5, draft length 5" in str(both[2]) and both[2].static == pytest.approx(2 * alone[0].static)
-    assert statements(slow + fast, "token", "runs/x/bundle", temperature=0.5, looked=2, **options) == both[2:]
-    with pytest.raises(ValueError, match="measured at 2 pairs of temperature and draft length"):
+    assert statements(slow + fast, "token", "runs/x/bundle", temperature=0.5, draft_length=5, looked=2, **options) == both[2:]
+    with pytest.raises(ValueError, match="no results of token with runs/x/bundle; measured are none"):
         statements(slow + fast, "token", "runs/x/bundle")
 
 
