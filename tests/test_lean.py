@@ -260,7 +260,7 @@ import importlib, pkgutil, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("datasets", "jsonargparse"):
+        if name.split(".")[0] in ("datasets", "jsonargparse", "pytorch_lightning", "lightning"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -274,6 +274,6 @@ print("imported")
 """
 
 
-def test_verifier_runtime_and_benchmarks_import_without_datasets_and_jsonargparse():
+def test_verifier_runtime_and_benchmarks_import_without_datasets_jsonargparse_and_lightning():
     answer = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, cwd="/")
     assert answer.stdout == "imported\n", answer.stderr
