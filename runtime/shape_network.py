@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fields import FLAG, TEXT, Field, fault, list_of, number, objects, optional, whole
+from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, objects, optional, whole
 from ..files import read_object
 from ..verifier.head import LARGEST_SIZE
 from .bundle import read_tensors
@@ -175,9 +175,7 @@ CARD = {
     "latency.draft": _TIMES,
     "latency.target": _TIMES,
     "choosing_ms": optional(number(0, LARGEST_TIME)),
-    "settings.width": _SIZE,
-    "settings.validation": number(0, 1),
-    "settings.seed": whole(),
+    "settings": OBJECT,
     "figures": list_of(lambda row: isinstance(row, dict), "objects", 1),
 }
 

@@ -122,15 +122,10 @@ class ChooserModule(Training):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
+    @torch.no_grad()
     def choice(self) -> Tensor:
         """[S] the most likely shape at every context."""
-        return most_likely(self.network, self.known)
-
-
-@torch.no_grad()
-def most_likely(network: ShapeNetwork, known: Contexts) -> Tensor:
-    """[S] the network's most likely shape at every context."""
-    return network.eval()(known.hidden, known.scalars).argmax(-1)
+        return self.network.eval()(self.known.hidden, self.known.scalars).argmax(-1)
 
 
 def objective(gain: Tensor, risk: float) -> Tensor:

@@ -139,15 +139,6 @@ def compare(known: Contexts, choice: Tensor, choosing: float = 0.0) -> list[dict
     return rows
 
 
-def settle(known: Contexts, choice: Tensor, card: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """([S] the choice, or the base shape if the card says that it stays; [S] seconds that choosing
-    takes).
-    """
-    constant = [base["temperature"] for base in card["bases"] if base.get("constant")]
-    stays = torch.isin(known.temperature, torch.tensor(constant, dtype=torch.float64))
-    return known.base.where(stays, choice), card.get("choosing_ms", 0.0) / 1e3 * ~stays
-
-
 def summary(method: str, rows: list[dict]) -> str:
     """The figures of a chooser in words."""
     lines = []

@@ -16,7 +16,7 @@ from diversed.runtime.loading import load_pair
 from diversed.runtime.shape_network import SCALARS
 from diversed.runtime.shapes import parse_shape
 from diversed.selector.chooser_training import ChooserModule, ChooserOptions, objective, time_choice
-from diversed.selector.contexts import Contexts, compare, read_contexts, settle
+from diversed.selector.contexts import Contexts, compare, read_contexts
 from diversed.selector.labels import read_labels
 from diversed.selector.latencies import read_latencies
 from diversed.verifier.head import WeightHead
@@ -93,10 +93,6 @@ def test_the_base_shape_stays_where_choosing_takes_more_than_it_gains():
     assert cheap["selector"] == pytest.approx(1 / torch.where(long, 2.1 / 4, 1.1).mean().item(), rel=1e-5)
     (same,) = compare(known, known.base)
     assert same["constant"], "what chooses the base shape everywhere need not choose"
-    for constant, expected, seconds in ((True, known.base, 0.0), (False, ideal, 0.1)):
-        card = {"bases": [{"temperature": 1.0, "constant": constant}], "choosing_ms": 100.0}
-        choice, taken = settle(known, ideal, card)
-        assert torch.equal(choice, expected) and torch.equal(taken, torch.full((len(ideal),), seconds))
 
 
 def test_a_selector_that_says_so_grows_the_base_shape_and_looks_at_nothing(selected, tmp_path):

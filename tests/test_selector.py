@@ -246,7 +246,7 @@ def test_a_name_that_chooses_nothing_is_refused_in_one_sentence(method, branches
         ({"choosing_ms": float("nan")}, "`choosing_ms` must be a number"),
         ({"choosing_ms": None}, "is damaged"),
         ({"figures": []}, "`figures` must be a list of objects, at least 1"),
-        ({"settings": {}}, "`settings.width` is missing"),
+        ({"settings": []}, "`settings` must be an object"),
         ({"shapes": ["2x1"]}, "holds float32 tensors"),
     ],
 )
