@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..data.selection import TextPrompts
@@ -21,48 +20,13 @@ from ..runtime.groups import Models, Run
 from ..runtime.model import Pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
-from ..runtime.shapes import Shape, parse_shape
 from ..selector.chooser_training import ChooserOptions, time_choice, train_chooser
 from ..selector.contexts import summary
-from ..selector.labels import Labeller, write_labels
+from ..selector.labels import Labeller, Labelling, write_labels
 from ..selector.latencies import PACKAGED, read_latencies
 
-METHODS = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
-CHAINS = ("1", "2", "3", "4", "6", "8")
-TREES = ("2x1", "2x2", "2x4", "4x1", "4x2", "4x4", "2x2+2", "4x2+2", "2x4+2", "2x2+4")
 MOST_PROMPT_TOKENS = 384
 TEXT_TOKENS = 64  # of a text that continues one prompt
-
-
-@dataclass(frozen=True)
-class Labelling:
-    """Which contexts are labelled, and with which shapes.
-
-    Args:
-        labels: folder for the labels, by default OUT/labels; what is there is used, what was
-            interrupted continued.
-        methods: whose trees are chosen.
-        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and
-            block.
-        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle
-            folder, ...
-        temperatures: of both models; one selector serves them all.
-        every: tokens between two labelled contexts of a text.
-        trees: drawn at a context.
-        unit: texts that are labelled and written together.
-    """
-
-    labels: str | None = None
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
-    shapes: list[str] = field(default_factory=lambda: [*CHAINS, *TREES])
-    relaxation: str = "none"
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
-    every: int = 16
-    trees: int = 4
-    unit: int = 16
-
-    def __post_init__(self):
-        within(1, every=self.every, trees=self.trees, unit=self.unit)
 
 
 def select(
@@ -81,26 +45,21 @@ def select(
             a call.
     """
     within(2, prompts=texts.prompts)
-    times, shapes = read_latencies(latencies), parse_shapes(labelling.shapes)
+    times, shapes = read_latencies(latencies), len(labelling.parsed)
     run.use_threads()
     pair, out = models.load(), Path(run.out)
     with exclusive(out):
         folders = _label(out, pair, texts, labelling)
         choosing = 0.0
         if not times.assumed:
-            file = out / f"choosing-{len(shapes)}x{training.width}.json"
-            choosing = _kept(file, lambda: time_choice(pair, len(shapes), training.width)) / 1e3
+            file = out / f"choosing-{shapes}x{training.width}.json"
+            choosing = _kept(file, lambda: time_choice(pair, shapes, training.width)) / 1e3
         named = latencies if latencies in PACKAGED else sha256(latencies)
         settings = {"latencies": named, "seed": texts.seed}
         for method in labelling.methods:
             place = out / method
             rows = train_chooser(place, method, folders, times, training, settings, choosing)
             print(summary(method, rows), flush=True)
-
-
-def parse_shapes(texts: list[str]) -> tuple[Shape, ...]:
-    """The shapes of these names, each once."""
-    return tuple(dict.fromkeys(map(parse_shape, texts)))
 
 
 def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> list[Path]:
@@ -117,18 +76,10 @@ def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> l
     folders = []
     for temperature in labelling.temperatures:
         labeller = Labeller(
-            pair,
-            Sampling(temperature),
-            tuple(labelling.methods),
-            parse_shapes(labelling.shapes),
-            labelling.relaxation,
-            labelling.every,
-            labelling.trees,
-            max_new_tokens=texts.max_new_tokens or limit,
-            stop=stop,
+            pair, Sampling(temperature), labelling, texts.max_new_tokens or limit, stop
         )
         folder = Path(labelling.labels or out / "labels") / f"T={temperature:g}"
-        folders.append(write_labels(folder, labeller, encoded, origin, labelling.unit, texts.seed))
+        folders.append(write_labels(folder, labeller, encoded, origin, texts.seed))
     return folders
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..data.prompts import checksum
 from ..data.shards import ShardFolder
 from ..data.traces import MANIFEST, read_manifest
-from ..files import Folder, Progress, cut_units, sha256, write_whole
+from ..files import Folder, Progress, cut_units, sha256, within, write_whole
 from ..runtime.batch import padded
 from ..runtime.cache import PackedCache
 from ..runtime.drafting import DraftShape
@@ -37,7 +37,7 @@ from ..runtime.relaxer import Relaxer, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
 from ..runtime.shape_network import row_scalars
-from ..runtime.shapes import Shape
+from ..runtime.shapes import Shape, parse_shape
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
@@ -45,6 +45,9 @@ from ..verifier.tree import on_device
 from .supertree import Supertree, take_part
 from .tokens_per_step import chain_tokens, tree_tokens
 
+CHOSEN_FOR = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
+CHAINS = ("1", "2", "3", "4", "6", "8")
+TREES = ("2x1", "2x2", "2x4", "4x1", "4x2", "4x4", "2x2+2", "4x2+2", "2x4+2", "2x2+4")
 LAYOUT = {
     "prompt": "[S] int64 number of the text's prompt",
     "length": "[S] int64 committed tokens before the root",
@@ -59,24 +62,55 @@ LAYOUT = {
 
 
 @dataclass(frozen=True)
+class Labelling:
+    """Which contexts are labelled, and with which shapes.
+
+    Args:
+        labels: folder for the labels, by default OUT/labels; what is there is used, what was
+            interrupted continued.
+        methods: whose trees are chosen.
+        shapes: to choose from, PATHSxLENGTH+TRUNK; those that branch are left out for token and
+            block.
+        relaxation: of the texts and of the rows that are verified: none, ensemble:0.3, a bundle
+            folder, ...
+        temperatures: of both models; one selector serves them all.
+        every: tokens between two labelled contexts of a text.
+        trees: drawn at a context.
+        unit: texts that are labelled and written together.
+    """
+
+    labels: str | None = None
+    methods: list[str] = field(default_factory=lambda: list(CHOSEN_FOR))
+    shapes: list[str] = field(default_factory=lambda: [*CHAINS, *TREES])
+    relaxation: str = "none"
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    every: int = 16
+    trees: int = 4
+    unit: int = 16
+
+    def __post_init__(self):
+        within(1, every=self.every, trees=self.trees, unit=self.unit)
+
+    @cached_property
+    def parsed(self) -> tuple[Shape, ...]:
+        """The shapes, each once."""
+        return tuple(dict.fromkeys(map(parse_shape, self.shapes)))
+
+
+@dataclass(frozen=True)
 class Labeller:
     """Writes texts of one pair under one sampling and labels contexts in them.
 
-    relaxation: of the texts and of the rows that are verified.
-    every:      tokens between two contexts of a text.
-    trees:      supertrees drawn at a context; rows: how many of them are verified together.
+    max_new_tokens, stop: of the texts.
+    rows: supertrees that are verified together.
     """
 
     pair: Pair
     sampling: Sampling
-    methods: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    relaxation: str = "none"
-    every: int = 16
-    trees: int = 4
-    rows: int = 64
+    labelling: Labelling
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
+    rows: int = 64
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -84,25 +118,25 @@ class Labeller:
         return {
             **self.pair.settings,
             "sampling": vars(self.sampling),
-            "relaxation": self.relaxation,
-            "methods": list(self.methods),
-            "shapes": [str(shape) for shape in self.shapes],
-            "every": self.every,
-            "trees": self.trees,
+            "relaxation": self.labelling.relaxation,
+            "methods": self.labelling.methods,
+            "shapes": [str(shape) for shape in self.labelling.parsed],
+            "every": self.labelling.every,
+            "trees": self.labelling.trees,
             "rows": self.rows,
             "max_new_tokens": self.max_new_tokens,
         }
 
     @cached_property
     def relaxer(self) -> Relaxer:
-        return load_relaxer(self.relaxation, self.pair, self.sampling)
+        return load_relaxer(self.labelling.relaxation, self.pair, self.sampling)
 
     @cached_property
     def supertrees(self) -> list[Supertree]:
         """One for each drafting law; that of `paths` holds the chains of all methods too."""
-        drafting = {METHODS[name].drafting for name in self.methods} - {"chain"}
-        branching = tuple(shape for shape in self.shapes if shape.paths > 1)
-        chains = tuple(shape for shape in self.shapes if shape.paths == 1)
+        drafting = {METHODS[name].drafting for name in self.labelling.methods} - {"chain"}
+        branching = tuple(shape for shape in self.labelling.parsed if shape.paths > 1)
+        chains = tuple(shape for shape in self.labelling.parsed if shape.paths == 1)
         found = {law: branching for law in sorted(drafting)}
         found["paths"] = found.get("paths", ()) + chains
         return [Supertree(law, shapes) for law, shapes in found.items() if shapes]
@@ -110,16 +144,16 @@ class Labeller:
     @torch.no_grad()
     def run(self, prompts: dict[int, list[int]], seed: int) -> dict[str, Tensor]:
         """The tensors of LAYOUT for one text of every prompt."""
-        texts = self._texts(prompts, seed)
+        texts, every = self._texts(prompts, seed), self.labelling.every
         roots = [
             (row, prompt, at)
             for row, (prompt, tokens) in enumerate(prompts.items())
-            for at in range(len(tokens) + prompt % self.every, len(texts[row]) - 1, self.every)
+            for at in range(len(tokens) + prompt % every, len(texts[row]) - 1, every)
         ]
         if not roots:
             return {}
         passes = [self._pass(model, texts) for model in (self.pair.target, self.pair.draft)]
-        size = max(1, self.rows // self.trees)
+        size = max(1, self.rows // self.labelling.trees)
         parts = []
         for unit in cut_units(len(roots), size):
             chosen = roots[unit.start : unit.stop]
@@ -152,13 +186,13 @@ class Labeller:
         seed: int,
     ) -> dict[str, Tensor]:
         """The tensors of LAYOUT for some roots: (row of the text, prompt, position of the root)."""
-        device = self.pair.target.device
+        device, trees = self.pair.target.device, self.labelling.trees
         row, prompt, at = torch.tensor(roots, device=device).unbind(1)
         token = torch.tensor([texts[r][a] for r, _, a in roots], device=device)
         target, draft = passes
         before = [probabilities(one.logits[row, at - 1], self.sampling) for one in passes]
-        repeat = torch.arange(len(roots), device=device).repeat_interleave(self.trees)
-        tree = torch.arange(len(repeat), device=device) % self.trees
+        repeat = torch.arange(len(roots), device=device).repeat_interleave(trees)
+        tree = torch.arange(len(repeat), device=device) % trees
         seeds = (seed << 44) ^ (prompt[repeat] << 16) ^ (tree + 1)
         found = self._tokens_per_step(passes, _Roots(row[repeat], at[repeat], token[repeat], seeds))
         labels = {
@@ -168,17 +202,18 @@ class Labeller:
             "draft_before": draft.hidden[row, at - 1].half(),
             "draft_root": draft.hidden[row, at].half(),
             "scalars": row_scalars(*before, probabilities(draft.logits[row, at], self.sampling)),
-            "efficiency": found.unflatten(0, (len(roots), self.trees)).mean(1),
+            "efficiency": found.unflatten(0, (len(roots), trees)).mean(1),
         }
         return {name: tensor.cpu() for name, tensor in labels.items()}
 
     def _tokens_per_step(self, passes: list[_Pass], roots: _Roots) -> Tensor:
         """[R, M, A] of one drawn tree each."""
-        size = len(roots.length), len(self.methods), len(self.shapes)
+        methods, shapes = self.labelling.methods, self.labelling.parsed
+        size = len(roots.length), len(methods), len(shapes)
         found = torch.zeros(size, device=roots.length.device)
         for supertree in self.supertrees:
             tree = self._drawn(supertree, passes, roots)
-            for a, shape in enumerate(self.shapes):
+            for a, shape in enumerate(shapes):
                 if shape in supertree.shapes:
                     self._fill(found[:, :, a], supertree, tree, shape)
         return found
@@ -189,11 +224,11 @@ class Labeller:
         """
         if shape.paths == 1:
             by = {coupled: _chains(tree, supertree, shape, coupled) for coupled in (False, True)}
-            for m, name in enumerate(self.methods):
+            for m, name in enumerate(self.labelling.methods):
                 found[:, m] = by[METHODS[name].on_chain == "block"]
             return
         part = take_part(tree, supertree.part(shape))
-        for m, name in enumerate(self.methods):
+        for m, name in enumerate(self.labelling.methods):
             if METHODS[name].drafting == supertree.drafting:
                 found[:, m] = tree_tokens(METHODS[name].unchecked, part)
 
@@ -279,7 +314,6 @@ def write_labels(
     labeller: Labeller,
     prompts: list[list[int]],
     origin: dict[str, Any],
-    unit: int = 16,
     seed: int = 0,
 ) -> Path:
     """Write the labels of encoded prompts to a folder; one that was begun with the same settings is
@@ -289,7 +323,7 @@ def write_labels(
     """
     settings = {
         **labeller.settings,
-        "unit": unit,
+        "unit": labeller.labelling.unit,
         "seed": seed,
         "prompts": len(prompts),
         "samples": 1,

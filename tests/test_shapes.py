@@ -8,7 +8,7 @@ import torch
 from diversed.runtime.sampling import Sampling
 from diversed.runtime.shape_network import row_scalars
 from diversed.runtime.shapes import parse_shape
-from diversed.selector.labels import Labeller, read_labels, write_labels
+from diversed.selector.labels import Labeller, Labelling, read_labels, write_labels
 from diversed.selector.supertree import Supertree
 from diversed.verifier import METHODS
 from diversed.verifier.enumerate_laws import Pair, mean_length
@@ -18,14 +18,15 @@ from diversed.verifier.tree import chain
 
 from .support.models import rows_after, tiny_pair
 
-SHAPES = tuple(map(parse_shape, ["1", "2", "3", "2x1", "2x1+1", "2x2", "3x1"]))
+SHAPES = ["1", "2", "3", "2x1", "2x1+1", "2x2", "3x1"]
 NAMES = ("token", "block", "specinfer", "kseq", "traversal", "gbv", "univer")
 VOCAB = 4
 
 
 def labeller(**options) -> Labeller:
-    given = {"methods": NAMES, "shapes": SHAPES, "every": 4, "trees": 2, "max_new_tokens": 12} | options
-    return Labeller(tiny_pair(VOCAB, end=False), Sampling(), **given)
+    given = {"methods": list(NAMES), "shapes": SHAPES, "every": 4, "trees": 2, "unit": 2} | options
+    own = {name: given.pop(name) for name in ("max_new_tokens", "rows") if name in given}
+    return Labeller(tiny_pair(VOCAB, end=False), Sampling(), Labelling(**given), **{"max_new_tokens": 12} | own)
 
 
 def enumerated(pair, context: list[int], relaxation: str) -> tuple[Pair, Pair]:
@@ -48,7 +49,7 @@ def test_the_mean_over_supertrees_is_the_exact_tokens_per_step_of_every_method_a
     context = text_of(made, [2, 3, 2])[:4]
     pair = enumerated(made.pair, context, relaxation)
     for m, name in enumerate(NAMES):
-        for a, shape in enumerate(SHAPES):
+        for a, shape in enumerate(map(parse_shape, SHAPES)):
             value = found["efficiency"][0, m, a].item()
             if shape.paths > 1 and name in ("token", "block"):
                 assert value == 0
@@ -121,7 +122,7 @@ def test_labelling_continues_with_the_same_bytes_and_refuses_other_settings(tmp_
     prompts = [[2, 3, number % VOCAB] for number in range(5)]
 
     def run(folder, **options):
-        return write_labels(tmp_path / folder, labeller(**options), prompts, {"task": "words"}, unit=2)
+        return write_labels(tmp_path / folder, labeller(**options), prompts, {"task": "words"})
 
     class Killed(Exception):
         pass
