@@ -5,12 +5,12 @@ from the safest up, each by a test of "the mean score drops by the limit or more
 decoding" at the full level, until the first that cannot be rejected. Whatever the biases do, the
 probability that the chosen one drops by more is at most the level.
 
-The test is a bet on paired differences d = score of exact decoding - score of the gate, in [-1, 1],
+The test is a bet on paired differences d = score of exact decoding - score of the head, in [-1, 1],
 one a prompt (Waudby-Smith and Ramdas, arXiv 2010.09686): capital prod over t of (1 + b_t (limit -
 d_t)) with stakes b_t that look at earlier prompts only. Where the mean drop is at least the limit
 the capital is a supermartingale, so it passes 1 / level with probability at most `level`, for any
 number of prompts. Assumed: prompts drawn independently from those to come. Of 500 prompts with no
-drop at all and a limit of .02 it shows that in 91 / 72 / 40 % where 1 / 2 / 5 % of prompts are
+drop at all and a limit of .02 it shows that in 91 / 72 / 40 % if 1 / 2 / 5 % of prompts are
 scored differently; a t test does in 99 / 93 / 65 % but also lets 12 % pass whose drop is at the
 limit.
 """
@@ -34,7 +34,7 @@ def choose(
     """The evidence on every bias that was tried, from the safest up: all that passed and the first
     that did not.
 
-    measured: (bias, drops [P] in [-1, 1]), the drops of a bias asked for only where those before it
+    measured: (bias, drops [P] in [-1, 1]), the drops of a bias asked for only if those before it
         passed.
     """
     tried: list[dict[str, Any]] = []

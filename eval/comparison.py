@@ -1,30 +1,33 @@
 """The statement that a comparison ends in: is a learned point better than static blending at the
 same quality?
 
-The static points, exact decoding and ensemble:w in the order of w, are joined by straight lines in
-the plane of quality (mean score) and speed; those that blend logarithms (ensemble:w;blend=logits)
-stand on the other side of exact decoding, so that a learned point is compared with the faster of
-both kinds. At the learned point's quality the static speed is the largest on that line at this
-quality or a better one; where the line nowhere reaches it, the speed of its point of highest
-quality. The difference of the learned speed and this one is bootstrapped by prompt, all points on
-the same resampled prompts, so that both the learned point and the line it is compared with vary.
-Below, `better` is an interval above 0 by more than LEAST, `worse` one below 0 by as much, else `not
+The static line. Each static point has a quality (mean score) and a speed. The points are exact
+decoding and every ensemble:w. Straight lines join them in the order of w. Points that blend
+logarithms (ensemble:w;blend=logits) stand on the other side of exact decoding, so a learned point
+is compared with the faster of both kinds.
+
+The static speed at a learned point's quality is the largest on the line at this quality or a better
+one. If the line nowhere reaches the quality, it is the speed of the line's point of highest quality.
+
+The difference of the learned speed and the static speed is bootstrapped by prompt. All points use
+the same resampled prompts, so the learned point and the line both vary. The verdict is `better` if
+the interval lies above 0 by more than LEAST, `worse` if it lies below 0 by as much, else `not
 shown`.
 
-Whoever looks at several learned points and tells of the best is wrong more often than at one: the
-interval that decides is then corrected for their number (Bonferroni: level 5 % / number). A point
-that was chosen on other prompts needs no correction. Points are compared at the same method,
-temperature and draft length only.
+Several learned points. Whoever looks at several and tells of the best is wrong more often than at
+one. The interval that decides is therefore corrected for their number (Bonferroni: level 5 % /
+number). A point that was chosen on other prompts needs no correction. Points are compared at the
+same method, temperature and draft length only.
 
 Below the lowest static quality there is nothing to compare with, and a point there would pass for
-better by its losses: where more than 2.5 % of resamples lie there the verdict is not `better`. See
-tests/support/nominal.py for how often the rest errs.
+better by its losses. If more than 2.5 % of resamples lie there, the verdict is not `better`.
+tests/support/nominal.py measures how often the rest errs.
 
-Two speeds, never mixed: tokens per target call, and step acceptance (see scoring.py).
+Two speeds are never mixed: tokens per target call, and step acceptance (see scoring.py).
 
-Where a gate given as code was measured beside it, such as the oracle of `sums`, which knows which
-tokens are wording, its speed is compared with the same static speed: what a learned point of this
-quality could have gained.
+A weight function given as code may stand beside the learned points, such as the oracle of `sums`,
+which knows the tokens that are wording. Its speed is compared with the same static speed: that is
+what a learned point of this quality could have gained.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ SPEEDS = {
 COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
 LEVEL = 0.05  # of a two-sided test
 POWER = 0.8  # share of trials that should find a true difference
-# Of either speed. A smaller difference would print as 0.000 (a gate that is almost closed produces
+# Of either speed. A smaller difference would print as 0.000 (a head that is almost closed produces
 # such), so it is treated as none.
 LEAST = 5e-4
 
@@ -65,8 +68,8 @@ class Statement:
     below: share of resamples in which the learned point's quality is lower than every static one's.
     verdict: of the corrected interval: better, worse or not shown; prompts_needed: that would show
         this difference in 80 % of trials, or None.
-    gates: (relaxation, quality, its speed - static) of every gate given as code on the same
-        prompts.
+    gates: (relaxation, quality, its speed - static) of every weight function given as code on the
+        same prompts.
     """
 
     method: str
@@ -282,7 +285,7 @@ def _compare(
     if verdict == "not shown" and below <= LEVEL / 2 and abs(difference) > LEAST:
         # From the side of the interval that reaches LEAST, which shrinks with the root of the
         # number of prompts. The spread of all resamples would ask for fewer prompts than there
-        # were, where the interval is lopsided.
+        # were if the interval is lopsided.
         side = difference - corrected_low if difference > 0 else corrected_high - difference
         more = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(1 - LEVEL / 2 / looked)
         needed = math.ceil(count * (side * more / (abs(difference) - LEAST)) ** 2)
@@ -311,7 +314,7 @@ def is_better(low: float, below: float) -> bool:
 
 
 def _gain(tables: dict[str, numpy.ndarray], one: Statement) -> tuple[float, float]:
-    """Quality of the first point, a gate, and what it gains over the static speed of a statement."""
+    """Quality of the first point, given as code, and what it gains over the static speed of a statement."""
     quality, speed, _ = _observed(tables, one.speed)
     return quality, speed - one.static
 

@@ -74,8 +74,7 @@ def _seconds(
     if began:
         known = [second for values in began.values() for second in values]
         source = (
-            f"estimated from {len(known):,} texts decoded before (of the same point where it has"
-            " some)"
+            f"estimated from {len(known):,} texts decoded before (of the same point if it has some)"
         )
     else:
         unit = max(sweep.units, key=len)

@@ -112,10 +112,9 @@ def paired_bootstrap(
 def mcnemar(values: Sequence[float], baseline: Sequence[float]) -> tuple[int, int, float]:
     """(prompts scored better, prompts scored worse, p-value) of two methods on the same prompts.
 
-    The exact two-sided p-value of McNemar's test: where both methods are equally good, each prompt
+    The exact two-sided p-value of McNemar's test: if both methods are equally good, each prompt
     that they score differently is better or worse with probability 1/2. values, baseline: [P], one
-    score a prompt; where a prompt has several texts their mean, which makes it the sign test of
-    prompts.
+    score a prompt, the mean over its texts, which makes it the sign test of prompts.
     """
     better = sum(value > before for value, before in zip(values, baseline, strict=True))
     worse = sum(value < before for value, before in zip(values, baseline, strict=True))
@@ -131,7 +130,7 @@ def same_texts(
     baseline: Sequence[tuple[int, Sequence[int]]],
     seed: int = 0,
 ) -> float:
-    """p-value of the hypothesis that both methods write the same texts: small where they are told
+    """p-value of the hypothesis that both methods write the same texts: small if they are told
     apart. No scores.
 
     texts, baseline: (prompt, tokens) of every text of two methods on the same prompts; the first
@@ -139,11 +138,11 @@ def same_texts(
 
     The statistic is sum over g of (sum over prompts of the difference in how often g occurs)^2 /
     (how often g occurs in all texts), with g every token and every pair of neighbours, hashed into
-    BUCKETS. It is compared with its value where both texts of a prompt change places at random,
+    BUCKETS. It is compared with its value if both texts of a prompt change places at random,
     SWAPS times; p is the share of values at least as large, the one without changes counted. A
     prompt's several texts are averaged and change places together.
 
-    The test is exact where the texts of a prompt are drawn independently. Points of the same seed
+    The test is exact if the texts of a prompt are drawn independently. Points of the same seed
     share their random numbers; then it holds for many prompts, because the sum over prompts has
     mean 0 and the covariance of the swaps.
     """

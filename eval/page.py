@@ -158,7 +158,7 @@ def _main(rows: list[Row]) -> list[Row]:
 
 
 def _end_name(row: Row, rows: list[Row]) -> str:
-    """The name at a line's end, where no other point of the static line says what a bare number is."""
+    """The name at a line's end: there a bare number would not say that it is a weight."""
     name = short_name(row, rows)
     return f"w {name}" if kind_of(row) == "static" else name
 

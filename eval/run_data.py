@@ -51,8 +51,8 @@ class Run:
 
     name:     distinguishes it from the other runs of a page.
     rows:     those of `summarise` with `run`, and a 95 % interval by prompt of tokens_per_call and step_acceptance.
-    cards:    relaxation source -> card of its bundle, where the folder holds that very head; folders: where.
-    commands: entries of COMMANDS, [] where no one wrote any down. manifest, training: of traces and
+    cards:    relaxation source -> card of its bundle, if the folder holds that very head; folders: their places.
+    commands: entries of COMMANDS, [] if no one wrote any down. manifest, training: of traces and
         head, or None.
     """
 
@@ -70,7 +70,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path], quality: str = "score") -> list[Run]:
-    """Every folder's facts; ValueError or OSError with one sentence where one is no run.
+    """Every folder's facts; ValueError or OSError with one sentence if one is no run.
 
     quality: score, the task's, or likelihood, the target's mean log-probability of a token in its
         place.
@@ -213,7 +213,7 @@ def files(run: Run) -> list[tuple[str, int, str]]:
 
 
 def head_checksum(bundle: Path) -> str | None:
-    """Of the bundle's head; None where there is none."""
+    """Of the bundle's head; None if there is none."""
     path = bundle / "head.safetensors"
     return sha256(path) if path.is_file() else None
 

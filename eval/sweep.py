@@ -2,10 +2,12 @@
 results.jsonl.
 
 A cell is (method, relaxation, temperature, draft length, seed). A text depends on its cell and
-prompt alone, and units are cut the same way however many processes share them, so a run that was
-killed and started again, or was divided, ends with the texts of a single one. Process i of n
-appends to results.i-of-n.jsonl and decodes every n-th unit; the last to finish writes
-results.jsonl, whose bytes are those of a single process but for the measured seconds.
+prompt alone, and units are cut the same way however many processes share them. So a run that was
+killed and started again, or was divided, ends with the texts of a single one.
+
+Process i of n appends to results.i-of-n.jsonl and decodes every n-th unit. The last process to
+finish writes results.jsonl. Its bytes are what a single process writes, but for the measured
+seconds.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def test_a_calibrated_operating_point_is_shown_and_its_texts_come_first(tmp_path
     )
     assert {"within the limit", "0.0295", "yes"} <= set(words)
     card.calibration["bias"] = None
-    assert any("this gate is closed" in one for one in Reader(page([calibrated], ["no numbers"])).words)
+    assert any("this head is closed" in one for one in Reader(page([calibrated], ["no numbers"])).words)
 
 
 def test_where_models_are_missing_the_page_says_so_in_one_sentence(tmp_path, monkeypatch):
