@@ -24,8 +24,8 @@ from ..eval.results import read_results
 from ..eval.sweep import Sweep, cell_of
 from ..export.bundle_writer import write_bundle
 from ..export.card import with_calibration
-from ..files import exclusive, sha256, write_whole
-from ..runtime.bundle import FILES, add_bias, load_bundle
+from ..files import exclusive, write_whole
+from ..runtime.bundle import FILES, add_bias, head_sha256, load_bundle
 from ..runtime.groups import BundleModels, SharedRun
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
@@ -142,7 +142,7 @@ def calibrate(
             "tried": tried,
             "method": decoding.method,
             "seeds": decoding.seeds,
-            "head_sha256": sha256(before / "head.safetensors"),
+            "head_sha256": head_sha256(before),
             **{name: sweep.settings[name] for name in STATED},
         }
         return _write(bundle, before, evidence)
@@ -166,10 +166,8 @@ def _before(bundle: Path, folder: Path) -> Path:
         for name in FILES:
             write_whole(new / name, (bundle / name).read_bytes())
         new.rename(kept)
-    head = (
-        card.calibration["head_sha256"] if card.calibration else sha256(bundle / "head.safetensors")
-    )
-    if head != sha256(kept / "head.safetensors"):
+    head = card.calibration["head_sha256"] if card.calibration else head_sha256(bundle)
+    if head != head_sha256(kept):
         raise ValueError(
             f"{folder} holds the calibration of another head; choose another --out or delete the"
             " folder"

@@ -13,6 +13,7 @@ import torch
 from ..data.requests import Line, Results, read_lines
 from ..files import MOST_THREADS, SEEDS, Progress, sha256, versions, within
 from ..runtime import autotune
+from ..runtime.bundle import head_sha256
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.engine import STAGES, Engine, decode, run_grouped
 from ..runtime.groups import BundleModels, Tree
@@ -220,8 +221,7 @@ def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
 
 def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) -> dict[str, Any]:
     """All that decides the bytes of the results."""
-    bundles = [parse(each).folder for each in relaxations]
-    heads = [bundle / "head.safetensors" for bundle in bundles if bundle]
+    bundles = filter(None, (parse(each).folder for each in relaxations))
     settings = {
         "input": sha256(file.input),
         "batch": file.batch,
@@ -236,7 +236,7 @@ def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) ->
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "target": {"name": pair.target.name, "hash": pair.target.hash},
         "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
-        "heads": {str(head.parent): sha256(head) for head in heads if head.is_file()},
+        "heads": {str(bundle): head_sha256(bundle) for bundle in bundles},
         "versions": versions(),
     }
     del settings["prompt"]

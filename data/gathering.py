@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import Progress, sha256, versions, within
+from ..files import Progress, versions, within
+from ..runtime.bundle import head_sha256
 from ..runtime.completion import cut
 from ..runtime.groups import Models, SharedRun
 from ..runtime.model import Pair
@@ -116,8 +117,8 @@ def gather_traces(
     rule = relaxer.rule
     if rule.blend == "logits":  # a bundle's card says so, and training must know
         settings["relaxation"] = str(rule)
-    if rule.folder and (head := rule.folder / "head.safetensors").is_file():
-        settings["gate"] = sha256(head)  # texts of two heads must not be mixed under one name
+    if head := head_sha256(rule.folder):
+        settings["gate"] = head  # texts of two heads must not be mixed under one name
     sampler = Sampler(
         pair, relaxer, rollouts.sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
     )

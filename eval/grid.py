@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from ..data.prompts import checksum
 from ..data.selection import SplitPrompts
-from ..files import sha256, within
+from ..files import within
+from ..runtime.bundle import head_sha256
 from ..runtime.engine import Engine, check_prompts
 from ..runtime.groups import Models, SharedRun
 from ..runtime.sampling import Sampling
@@ -101,6 +101,5 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
 
 def _heads(engines: Iterable[Engine]) -> dict[str, str]:
     """Checksum of every bundle's head: results of two heads must not be mixed under one name."""
-    folders = {engine.relaxer.rule.source for engine in engines if engine.relaxer.rule.source}
-    paths = {folder: Path(folder) / "head.safetensors" for folder in sorted(folders)}
-    return {folder: sha256(path) for folder, path in paths.items() if path.is_file()}
+    rules = {engine.relaxer.rule for engine in engines if engine.relaxer.rule.folder}
+    return {rule.source: head_sha256(rule.folder) for rule in sorted(rules, key=str)}

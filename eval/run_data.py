@@ -17,7 +17,7 @@ import numpy
 
 from ..data.scores import SCORES
 from ..files import machine, read_settings, sha256, versions, write_whole
-from ..runtime.bundle import Card, read_card
+from ..runtime.bundle import Card, head_sha256, read_card
 from .comparison import SPEEDS, Statement, every_statement
 from .intervals import percentiles, ratio, resample
 from .results import RESULTS, SETTINGS, kind_of, point_of, read_results
@@ -113,7 +113,7 @@ def _read(folder: Path, name: str, quality: str) -> Run:
     heads = heads if isinstance(heads, dict) else {}
     places = {source: folder / Path(source).name for source in heads}
     held = {
-        source: place for source, place in places.items() if head_checksum(place) == heads[source]
+        source: place for source, place in places.items() if head_sha256(place) == heads[source]
     }
     return Run(
         name=name,
@@ -210,12 +210,6 @@ def files(run: Run) -> list[tuple[str, int, str]]:
         (path.relative_to(run.folder).as_posix(), path.stat().st_size, sha256(path))
         for path in shown
     ]
-
-
-def head_checksum(bundle: Path) -> str | None:
-    """Of the bundle's head; None if there is none."""
-    path = bundle / "head.safetensors"
-    return sha256(path) if path.is_file() else None
 
 
 def _object(path: Path) -> dict[str, Any] | None:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ..data.tasks import DataOptions, Task, load_task
 from ..files import read_settings, sha256, write_whole
+from ..runtime.bundle import head_sha256
 from ..runtime.loading import load_pair
 from ..runtime.model import Pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
 from .results import POINT, RESULTS, point_of, rule_of
-from .run_data import Run, best_point, head_checksum
+from .run_data import Run, best_point
 from .scoring import scored_rows, total_variation
 
 TOKENS = "tokens.json"
@@ -210,7 +211,7 @@ def _rule(run: Run, relaxation: str) -> Relaxation:
     rule = rule_of(relaxation)
     place = run.folders.get(rule.source, rule.folder)
     wanted = run.settings["heads"].get(rule.source)
-    if wanted and head_checksum(place) != wanted:
+    if wanted and head_sha256(place) != wanted:
         raise ValueError(
             f"the bundle {rule.source} is not there any more with the head that was measured"
         )

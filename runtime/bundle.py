@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
-from ..files import read_object, write_whole
+from ..files import read_object, sha256, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
 
 FORMAT = 1
@@ -242,6 +242,12 @@ def write_head(folder: Path, head: WeightHead) -> Path:
     # Not save_file: it hides a full disk in an error of its own and makes files that only their
     # owner can read.
     return write_whole(folder / HEAD, save(tensors))
+
+
+def head_sha256(folder: Path | None) -> str | None:
+    """Checksum of the head in a folder; None if there is none."""
+    path = folder and folder / HEAD
+    return sha256(path) if path and path.is_file() else None
 
 
 def add_bias(head: WeightHead, bias: float) -> None:

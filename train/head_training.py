@@ -26,10 +26,11 @@ import torch
 from pytorch_lightning import Trainer, seed_everything
 
 from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_whole
-from ..runtime.bundle import SIZES, write_head
+from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import build_trainer, fit, quiet, sentences, settle
 from .module import HeadOptions, VerifierModule
+from .record import RECORD
 
 # What changes the result of a run besides the settings of the model and the data.
 TRAINER_SETTINGS = (
@@ -86,7 +87,7 @@ def _train(
     with exclusive(folder) if first else nullcontext():
         settings = _settings(trainer, model, data, threads)
         settle(folder, settings, write=first)
-        if (folder / "train.json").is_file() and (folder / "head.safetensors").is_file():
+        if (folder / RECORD).is_file() and (folder / HEAD).is_file():
             _refuse_damaged_result(folder)
             if first:
                 print(f"{folder} is already trained; choose another --out to train again")
@@ -125,11 +126,10 @@ def _traces_sha256(data: TraceModule) -> str:
 
 
 def _refuse_damaged_result(folder: Path) -> None:
-    path = folder / "head.safetensors"
-    if read_settings(folder / "train.json").get("head_sha256") != sha256(path):
+    if read_settings(folder / RECORD).get("head_sha256") != head_sha256(folder):
         raise ValueError(
-            f"{path} is not the head that train.json describes; delete both files and the same"
-            " command writes them again"
+            f"{folder / HEAD} is not the head that {RECORD} describes; delete both files and the"
+            " same command writes them again"
         )
 
 
