@@ -103,9 +103,12 @@ def load(path: Path, above: tuple[Path, ...] = ()) -> dict:
 
 def chosen(files: list[File], command: str, options: Iterable[str]) -> dict:
     """What `command` takes from the files, which are laid over each other."""
-    whole: dict = {}
+    several = any(is_section(*item) for file in files for item in file.values.items())
+    # With sections in one of them, all of them are files of several commands.
+    whole: dict = {command: None} if several else {}
     for file in files:
-        select(file.values, command, options, file.name)
+        values = {command: None, **file.values} if several else file.values
+        select(values, command, options, file.name)
         whole = merge(whole, file.values)
     return select(whole, command, options, "")
 

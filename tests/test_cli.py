@@ -267,6 +267,16 @@ def test_several_files_are_laid_over_each_other_and_a_file_over_those_that_it_na
     assert both == one | {"seed": 3, "sampling": Sampling(top_k=3)}
 
 
+def test_training_takes_the_seed_of_a_file_without_sections_beside_the_quickstart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "gather", REAL_GATHER)
+    path = config(tmp_path, "seed: 7\ntask: gsm8k\n")
+    words = ["train", "--config", "quickstart", "--config", str(path), "--data.traces", "t", "--out", "o"]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--print_config"])
+    printed = capsys.readouterr().out
+    assert "seed_everything: 7" in printed and "max_epochs: 8" in printed
+
+
 @pytest.mark.parametrize(
     "text, sentence",
     [
