@@ -14,8 +14,8 @@ def train(
     *,
     data: TraceOptions,
     out: str,
-    model: HeadOptions = HeadOptions(),  # noqa: B008  frozen
-    trainer: TrainerOptions = TrainerOptions(),  # noqa: B008  frozen
+    model: HeadOptions = HeadOptions(),
+    trainer: TrainerOptions = TrainerOptions(),
     seed_everything: int = 0,
     threads: int = 1,
 ) -> Path:
