@@ -168,6 +168,12 @@ def held_out(prompts: int, share: float, seed: int) -> Tensor:
     return torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))[:count]
 
 
+def parted(prompt: Tensor, prompts: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """(indices of the texts to train on, of those held out); prompt: [S] of every text."""
+    held = torch.isin(prompt, held_out(prompts, share, seed))
+    return (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
+
+
 def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool) -> None:
     if shard.weight.isnan().any():
         raise ValueError(

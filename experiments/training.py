@@ -81,7 +81,6 @@ def _epochs(folder: str, features: str, batch: int, repeats: int) -> list[float]
     told |= {"enable_progress_bar": False, "callbacks": [clock], "default_root_dir": folder}
     with quiet():
         data.setup()
-        model.start_from(*data.sample_inputs())
         Trainer(**DEFAULTS | told).fit(model, datamodule=data)
     return clock.epochs[1:]
 

@@ -191,7 +191,6 @@ def _fit(known: Contexts, options: ChooserOptions, choosing: float, seed: int) -
         chosen = {**DEFAULTS, "max_epochs": options.epochs, "gradient_clip_val": 1.0}
         silent = {"enable_checkpointing": False, "enable_progress_bar": False}
         Trainer(**chosen, **silent).fit(module, loader)
-    module.restore_best()
     return module
 
 

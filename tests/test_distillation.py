@@ -11,6 +11,7 @@ import torch
 from diversed import cli
 from diversed.commands.distill import distill
 from diversed.commands.options import call
+from diversed.data.batches import held_out
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
@@ -123,7 +124,7 @@ def test_acceptance_before_training_is_that_of_the_traces(place, finished):
     pair = load_pair(*(place[1][name] for name in ("target", "draft")))
     texts = Texts(finished / "traces", pair, place[1]["data"])
     shard = next(read_shards(finished / "traces"))
-    held = torch.isin(shard.prompt, draft.held_out(24, 0.25, 0))
+    held = torch.isin(shard.prompt, held_out(24, 0.25, 0))
     at = torch.repeat_interleave(held, shard.start.diff())
     expected = float((1 - shard.tv[at].double()).mean())
     assert report(finished)["before"]["held_out_acceptance"] == pytest.approx(expected, abs=1e-5)

@@ -20,7 +20,7 @@ from diversed.train.fit import Mean, Sum, schedule
 from diversed.train.module import HeadOptions, VerifierModule
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, Trainer, seed_everything
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file, save_file
@@ -310,6 +310,17 @@ def test_a_cluster_brings_its_own_strategy_plugins_and_callbacks(finished, trace
     folder = train(traces=traces, out=str(tmp_path / "train"), trainer=trainer, **SETTINGS)
     assert counter.seen is strategy and counter.batches == 3 * math.ceil(24 / 4)
     assert (folder / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
+
+
+def test_a_trainer_of_ones_own_trains_the_same_head(finished, traces):
+    data = TraceModule(TraceOptions(traces, 4, validation=0.25), hidden=True)
+    seed_everything(0, verbose=False)
+    model = VerifierModule(HeadOptions(features="both", width=4, lr=0.01), data.draft_hidden, data.target_hidden)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_epochs=3, accelerator="cpu", gradient_clip_val=5.0, num_sanity_val_steps=0, **quiet).fit(model, data)
+    assert [row["epoch"] for row in model.history] == [1, 2, 3]
+    expected = load_file(finished / "head.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.head.state_dict().items())
 
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused_by_name(finished, traces, capsys):

@@ -11,7 +11,7 @@ from pytorch_lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..data.batches import Order, Texts, collate, held_out
+from ..data.batches import Order, Texts, collate, parted
 from ..data.traces import MANIFEST, read_manifest
 from ..files import sha256
 from .rewards import REWARDS, compared
@@ -108,9 +108,8 @@ class TraceModule(LightningDataModule):
         self.texts.per_text = compared(self.texts)
         validation = self.options.validation
         prompts = max(manifest["prompts"] for manifest in self.manifests)
-        held = held_out(prompts, validation, self.seed)
-        mine = torch.isin(self.texts.prompt, held)
-        self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
+        parts = parted(self.texts.prompt, prompts, validation, self.seed)
+        self.train_index, self.held_index = parts
         if not len(self.train_index):
             raise ValueError(
                 f"`validation` {validation} holds out every prompt of {self.folders[0]};"

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from ..data.batches import Order, held_out
+from ..data.batches import Order, parted
 from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
@@ -211,9 +211,8 @@ class DraftModule(Training):
         self.strict_loading = False  # checkpoints hold what trains
         # In a list the target is neither stored nor moved with us.
         self._target, self._vocab = [pair.target.module], pair.vocab
-        prompts = held_out(len(texts.prompts), fitting.validation, seed)
-        mine = torch.isin(texts.owner, prompts)
-        self.train_index, self.held_index = (~mine).nonzero().squeeze(1), mine.nonzero().squeeze(1)
+        parts = parted(texts.owner, len(texts.prompts), fitting.validation, seed)
+        self.train_index, self.held_index = parts
         self.means = _means()
 
     def loader(self) -> DataLoader:

@@ -19,7 +19,6 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -73,7 +72,8 @@ class Training(LightningModule):
     patience: epochs without a better score after which training stops, 0 for never.
 
     history: figures of every finished epoch. best: epoch, score and weights of the best one, empty
-    if epochs are not compared. Both travel with checkpoints.
+    if epochs are not compared. Both travel with checkpoints. At the end of training the best
+    weights are put in place.
     """
 
     def __init__(self, lr: float, weight_decay: float, warmup_steps: int, patience: int):
@@ -104,11 +104,6 @@ class Training(LightningModule):
             self.best = {"epoch": row["epoch"], "score": score, "weights": weights}
         self._stop_early()
 
-    def restore_best(self) -> None:
-        """Put the weights of the best epoch in place, if epochs were compared."""
-        if self.best:
-            self.load_state_dict(self.best["weights"], strict=False)
-
     def on_train_start(self) -> None:
         self._stop_early()  # a run that was killed between its last epoch and the end of training
 
@@ -123,6 +118,10 @@ class Training(LightningModule):
         }
         self.log_dict({name: value for name, value in row.items() if isinstance(value, float)})
         self.record(row)
+
+    def on_fit_end(self) -> None:
+        if self.best:
+            self.load_state_dict(self.best["weights"], strict=False)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint |= {"history": self.history, "best": self.best}
@@ -212,27 +211,17 @@ def build_trainer(out: str | Path, *, plugins: Any = None, callbacks: Any = None
     return Trainer(**options, callbacks=callbacks, plugins=[*_listed(plugins), _WholeFiles()])
 
 
-def fit(
-    trainer: Trainer,
-    module: Training,
-    data: Any,
-    folder: Path,
-    begin: Callable[[], None] = lambda: None,
-) -> None:
-    """Train, or continue after the last finished epoch; then the best weights are in place.
+def fit(trainer: Trainer, module: Training, data: Any, folder: Path) -> None:
+    """Train, or continue after the last finished epoch.
 
-    data:  a LightningDataModule, or the loader of an epoch.
-    begin: called before a run that is not continued.
+    data: a LightningDataModule, or the loader of an epoch.
     """
     checkpoint = folder / CHECKPOINT if (folder / CHECKPOINT).is_file() else None
-    if checkpoint is None:
-        begin()
-    else:
+    if checkpoint:
         refuse_damaged(checkpoint)
         if trainer.is_global_zero:
             print(f"continuing from {checkpoint}")
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    module.restore_best()
 
 
 def settle(folder: Path, settings: dict[str, Any], write: bool = True) -> None:

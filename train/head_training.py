@@ -96,7 +96,7 @@ def _train(
         _refuse_too_few(trainer, model, data)
         if first:
             _announce(model, data)
-        fit(trainer, model, data, folder, lambda: model.start_from(*data.sample_inputs()))
+        fit(trainer, model, data, folder)
         if first:
             _write_head(folder, model, data, settings)
     return folder

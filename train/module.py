@@ -99,6 +99,10 @@ class VerifierModule(Training):
         """The head's logit [B, T] at every position of a batch."""
         return self.head(batch["features"], batch.get("hidden"))
 
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self.trainer.ckpt_path is None:
+            self.start_from(*self.trainer.datamodule.sample_inputs())
+
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
         """Standardise the head's inputs and choose its first constant output; or take over the head
         in `start`.
