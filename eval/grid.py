@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 
 from ..data.prompts import checksum
 from ..data.selection import SplitPrompts
@@ -12,8 +13,10 @@ from ..runtime.bundle import head_sha256
 from ..runtime.engine import Engine, check_prompts
 from ..runtime.groups import Models, SharedRun
 from ..runtime.sampling import Sampling
+from ..verifier.methods import method as find_method
+from ..verifier.relax import parse
 from .results import SETTINGS
-from .sweep import Cell, Sweep, every_cell
+from .sweep import Cell, Sweep
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
 
@@ -49,11 +52,35 @@ class Grid:
         within(1, draft_length=self.draft_length)
 
     def cells(self) -> list[Cell]:
-        """Every way of decoding once."""
+        """Every way of decoding once, in the order given. What is wrong with them is said before any
+        model is loaded.
+        """
         temperatures, lengths = self.temperatures, self.draft_lengths
         temperatures = [self.sampling.temperature] if temperatures is None else temperatures
         lengths = [self.draft_length] if lengths is None else lengths
-        return every_cell(self.methods, self.relaxations, self.seeds, temperatures, lengths)
+        lists = {"methods": self.methods, "relaxations": self.relaxations, "seeds": self.seeds}
+        lists |= {"temperatures": temperatures, "draft_lengths": lengths}
+        for name, values in lists.items():
+            if not values:
+                raise ValueError(f"`{name}` is empty; name at least one")
+        for relaxation in self.relaxations:
+            parse(relaxation)
+        for temperature in temperatures:
+            Sampling(temperature=temperature)
+        for length in lengths:
+            within(1, draft_lengths=length)
+        if bad := [seed for seed in self.seeds if not 0 <= seed < 2**31]:
+            raise ValueError(f"`seeds` must lie in 0..{2**31 - 1}, got {bad[0]}")
+        found = []
+        for temperature, length, method in product(temperatures, lengths, self.methods):
+            relaxations = self.relaxations
+            if method == "plain":
+                relaxations, length = ["none"], 0
+            else:
+                find_method(method)
+            for relaxation, seed in product(relaxations, self.seeds):
+                found.append(Cell(method, relaxation, float(temperature), length, seed))
+        return list(dict.fromkeys(found))
 
 
 def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, batch: int) -> Sweep:

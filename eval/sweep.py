@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.tasks import Task
-from ..files import Folder, Progress, cut_units, within, write_whole
+from ..files import Folder, Progress, cut_units, write_whole
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
-from ..runtime.sampling import Sampling
-from ..verifier.methods import method as find_method
-from ..verifier.relax import parse
 from .results import RESULTS, SETTINGS, read_results
 from .scoring import score_positions
 
@@ -40,43 +37,6 @@ class Cell(NamedTuple):
     temperature: float
     draft_length: int
     seed: int
-
-
-def every_cell(
-    methods: list[str],
-    relaxations: list[str],
-    seeds: list[int],
-    temperatures: list[float] = [1.0],  # noqa: B006
-    draft_lengths: list[int] = [5],  # noqa: B006
-) -> list[Cell]:
-    """Every combination once, in the order given; what is wrong with them is said before any model
-    is loaded.
-    """
-    lists = {"methods": methods, "relaxations": relaxations, "seeds": seeds}
-    lists |= {"temperatures": temperatures, "draft_lengths": draft_lengths}
-    for name, values in lists.items():
-        if not values:
-            raise ValueError(f"`{name}` is empty; name at least one")
-    for relaxation in relaxations:
-        parse(relaxation)
-    for method in methods:
-        if method != "plain":
-            find_method(method)
-    for temperature in temperatures:
-        Sampling(temperature=temperature)
-    for length in draft_lengths:
-        within(1, draft_lengths=length)
-    if bad := [seed for seed in seeds if not 0 <= seed < 2**31]:
-        raise ValueError(f"`seeds` must lie in 0..{2**31 - 1}, got {bad[0]}")
-    cells = [
-        Cell(method, relaxation, float(temperature), length if method != "plain" else 0, seed)
-        for temperature in temperatures
-        for length in draft_lengths
-        for method in methods
-        for relaxation in (relaxations if method != "plain" else ["none"])
-        for seed in seeds
-    ]
-    return list(dict.fromkeys(cells))
 
 
 COMPLETION = ("text", "tokens", "finished", "drafted", "accepted", "target_calls", "draft_calls")
