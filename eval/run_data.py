@@ -220,15 +220,12 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     """The entries of COMMANDS."""
     if not path.is_file():
         return []
+    fault: object = "it holds no list of objects"
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); delete it, the commands so far are lost"
-        ) from None
+        entries = None
+        fault = error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(
-            f"{path} is damaged (it holds no list of objects); delete it, the commands so far are"
-            " lost"
-        )
+        raise ValueError(f"{path} is damaged ({fault}); delete it, the commands so far are lost")
     return entries

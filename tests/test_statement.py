@@ -9,9 +9,9 @@ from diversed.eval.comparison import (
     compared_with,
     every_statement,
     statements,
-    static_place,
     static_speed,
 )
+from diversed.eval.results import static_place
 from scipy.stats import binom, norm
 
 from .support.nominal import allowed, rates
