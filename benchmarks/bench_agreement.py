@@ -48,8 +48,8 @@ def run(
     batch: int = 16,
     compile: bool = False,
 ) -> list[dict]:
-    """Two rows a method and relaxation: texts that differ as the pair is run, and those of them that
-    differ in float64 too.
+    """Two rows a method and relaxation: texts that differ as the pair is run, and those of them
+    that differ in float64 too.
 
     Args:
         prompts: texts a row.

@@ -5,9 +5,9 @@ A pair of the shape of Llama 3.1 8B and 3.2 1B gets random weights on the device
 what it costs with trained ones, but how much is accepted says nothing. Three parts, whose cases
 begin with their names:
 
-    verify  a verification step from logits to the verdict beside a copy of the logits, `bench_verify.py`
-    step    milliseconds of a step through the loop and through captured graphs, whose gain is printed beside it
-    decode  tokens per second beside transformers in the same run, `bench_decode.py`
+    verify  a verification step from logits to the verdict, beside a copy of the logits
+    step    milliseconds of a step of the loop and of the captured one, whose gain stands beside it
+    decode  tokens per second beside transformers in the same run
 
 `benchmarks/gpu.sh` runs the GPU tests and then this.
 """

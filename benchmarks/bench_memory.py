@@ -167,18 +167,18 @@ def _text(pair: Pair) -> list[int]:
 
 
 def check_statistics(completion: Completion, request: Request, engine: Engine) -> None:
-    """AssertionError where what a text says of itself does not add up."""
-    c, extra = completion, len(completion.tokens) - completion.accepted
+    """AssertionError if what a text says of itself does not add up."""
+    c, bonus = completion, len(completion.tokens) - completion.accepted
     ended = c.finished or len(c.tokens) == request.new_tokens
     assert (
         ended
         and 0 < len(c.tokens) <= request.new_tokens
         and 0 <= min(c.tokens) <= max(c.tokens) < engine.pair.vocab
     )
-    # a step adds its accepted tokens and one extra token; only the last may end before its extra
+    # a step adds its accepted tokens and one bonus token; only the last may end before its bonus
     # token
-    assert c.target_calls - 1 <= extra <= c.target_calls, (
-        f"{extra} extra tokens of {c.target_calls} steps"
+    assert c.target_calls - 1 <= bonus <= c.target_calls, (
+        f"{bonus} bonus tokens of {c.target_calls} steps"
     )
     assert c.accepted == sum(c.accepted_by_depth) <= c.drafted
     assert all(a <= d for a, d in zip(c.accepted_by_depth, c.drafted_by_depth, strict=True))

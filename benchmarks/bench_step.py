@@ -2,8 +2,8 @@
 
 A step is everything after the prefill. Time inside the models is the time of their calls, as the
 loop makes them. With DIVERSED_LEAN=0 in the environment the calls go through transformers' modules.
-With `captured` the same steps are also taken at fixed shapes: as CUDA graphs on a GPU, uncaptured
-and uncompiled on a CPU, where that only shows that they run.
+With `captured` the same steps are also taken at fixed shapes, as CUDA graphs on a GPU. A CPU takes
+them uncaptured and uncompiled, which only shows that they run.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 process of its own.
 
     vllm        vLLM's own sampler, exact
-    none        the plugin without a relaxation: the same law, so the same score and tokens a call, within intervals
+    none        the plugin without a relaxation: the same law, so the same score and tokens a call
     learned     the plugin with the bundle
-    our loop    `decode` with the bundle: the score and tokens a call that `learned` must have, but for the first token
-                of a text, which vLLM samples before there is a draft
+    our loop    `decode` with the bundle: it must have the score and the tokens a call of `learned`,
+                but for the first token of a text, which vLLM samples before there is a draft
 
 For token and block verification. Speeds are medians of `repetitions` with the lowest and highest,
 scores are means with 1.96 standard errors. Needs vllm; benchmarks/vllm.sh runs it together with the

@@ -1,10 +1,11 @@
 """Block efficiency of every method on a real pair: new tokens per target call, as measured by the
 decode loop.
 
-The extra token of a step counts, the prefill and whatever lies after the end of a text do not.
-Intervals are 95 % bootstrap intervals over prompts; ratios to another case are paired by prompt in
-the same run. Every method is run at every shape of `branches`, and the learned relaxation, where
-one is given, inside every method.
+    python experiments/efficiency.py
+
+The bonus token of a step counts; the prefill and what lies after the end of a text do not.
+Intervals are 95 % bootstrap intervals over prompts. Every method is run at every shape of
+`branches` and under every relaxation.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def encode(items: list[dict], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], int]]:
-    """Each problem as (tokens of prompt + reference + end of text, length of the prompt in tokens)."""
+    """Each problem as (tokens of prompt, reference and end of text; how many are the prompt's)."""
     prompts = tokenizer([item["prompt"] for item in items])["input_ids"]
     answers = tokenizer([item["reference"] for item in items])["input_ids"]
     return [
@@ -259,7 +259,7 @@ def save(
 
 
 def write_numbers(out: Path, count: int) -> None:
-    """numbers.json: the saved pair measured on `count` held-out test problems, and how it was done."""
+    """numbers.json: the saved pair measured on `count` held-out test problems, and how."""
     pair = load_pair(str(out / "target"), str(out / "draft"), dtype="float32")
     items = sums.problems("test", count)
     started, cases = time.perf_counter(), {}

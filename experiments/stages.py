@@ -26,7 +26,7 @@ def diversed(*words: object) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A pair and a task, and the folder of all that is made there. A finished stage is not repeated.
+    """A pair and a task, and the folder of all that is made there; a finished stage is kept.
 
     options:    what `gather` and `eval` are told of the pair and the task.
     validation: prompts on which a threshold is chosen.

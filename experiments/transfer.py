@@ -1,6 +1,6 @@
 """A head that reads the two rows alone, taken to another task or another pair.
 
-    python experiments/transfer.py --elsewhere runs/verifiers/attribution-logits-4096-seed-0 --target T ...
+    python experiments/transfer.py --elsewhere runs/verifiers/HEAD --target T ...
 
 Compared on the test prompts of the new place: the head as it was trained elsewhere; the same
 refitted on `refit` texts of the new place, at two learning rates; a head trained on those few texts

@@ -108,7 +108,7 @@ def _choices(
 
 
 def held_out(group: str, figure: dict) -> list[dict]:
-    """The rates that `diversed select` found on held-out prompts, beside that of the constant shape."""
+    """The rates that `diversed select` found on held-out prompts."""
     base, rows = figure["base_shape"], []
     for name, rate in ((base, "base"), ("selector", "selector"), ("ideal", "ideal")):
         row = {"case": f"{group} {name}, held out", "unit": "tokens/s predicted"}
@@ -219,7 +219,7 @@ class Case:
         self.choosing += watched.seconds
 
     def rows(self) -> list[dict]:
-        """Tokens per call and per second, against the constant shape; a selector's part of a step."""
+        """Tokens per call and per second, and the selector's part of a step."""
         rows = [rate_row(self.name, "tokens/call", self._per(1))]
         rows.append(self._rate(f"{self.name}, predicted", 3))
         if self.costs.assumed:

@@ -1,17 +1,18 @@
 """What a head is worth by how it was trained: objective x features x number of texts.
 
     python experiments/verifiers.py --features logits
-    python experiments/verifiers.py --likelihood --max_drop 0.1 --target T --draft D --task jsonl ...
+    python experiments/verifiers.py --likelihood --max_drop 0.1 --target T --draft D ...
 
 Every stage is a command of the product; options that this script does not know go to `gather` and
 `eval`. The last command evaluates all heads on test prompts, each at the bias that validation
-prompts allow, beside exact decoding, static blends and the oracle. learning.csv holds what came out.
+prompts allow, beside exact decoding, static blends and the oracle. What came out stands in
+results/learning.csv.
 
     attribution   harms by maximum likelihood from one batch of texts at `relaxation`
     rounds        the same number of texts in three rounds, the later two at the head so far
     reinforce     the paper's objective on the batch of attribution
     likelihood    attribution with the target's log-probability of a text as reward: no labels
-    bounded       most step acceptance for a bound on the log-likelihood that a text loses: no rewards
+    bounded       most step acceptance for a bound on the log-likelihood a text loses: no rewards
 """
 
 from __future__ import annotations
