@@ -114,7 +114,7 @@ def milliseconds(
 
 @dataclass
 class _Timed:
-    """A model that adds up the seconds of its calls, those of the prefill left out."""
+    """A model that adds up the seconds of a step's calls, `run`; a prefill is a plain call."""
 
     model: Model
     seconds: float = 0.0
@@ -122,13 +122,15 @@ class _Timed:
     def __getattr__(self, name: str):
         return getattr(self.model, name)
 
-    def __call__(self, *args, last_only: bool = False, **keywords):
+    def __call__(self, *args, **keywords):
+        return self.model(*args, **keywords)
+
+    def run(self, *args, **keywords):
         start = time.perf_counter()
-        out = self.model(*args, last_only=last_only, **keywords)
+        out = self.model.run(*args, **keywords)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
-        if not last_only:
-            self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
         return out
 
 
