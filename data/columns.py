@@ -19,8 +19,9 @@ from ..verifier.head import FEATURES
 
 @dataclass(frozen=True)
 class Column:
-    """axes: S texts, S+1, X positions, K stored logits, F features, H hidden numbers of both models.
+    """One column.
 
+    axes: S texts, S+1, X positions, K stored logits, F features, H hidden numbers of both models.
     padding: value behind the end of a text in a batch; None if training does not read the column.
     group: "" if every trace has the column, else what it is stored with: hidden or logits.
     probability: whether its numbers lie in [0, 1].

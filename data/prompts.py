@@ -18,10 +18,10 @@ PLACES = ("prompt", "article")
 class Example:
     """One prompt, `before + article + after`, and what a good answer is.
 
-    before, after: instruction, question, everything that is never shortened.
-    article:       the one part that may lose its end, "" where nothing may.
-    reference:     the expected answer, None where the data has none.
-    id:            where it came from, such as "line 7 of test.jsonl"; unique within a task and split.
+    before, after: instruction and question, which are never shortened.
+    article: the one part that may lose its end, "" if nothing may.
+    reference: the expected answer, None if the data has none.
+    id: its place, such as "line 7 of test.jsonl"; unique within a task and split.
     """
 
     before: str
@@ -72,10 +72,10 @@ def fill(template: str, prompt: str, article: str) -> tuple[str, str, str]:
 def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False) -> list[int]:
     """Token ids of the prompt, at most `max_prompt_tokens`.
 
-    Raw prompts get the tokenizer's own special tokens in front and none behind; with `chat` the
-    prompt is one user turn of the tokenizer's chat template, up to where the assistant speaks. The
-    longest beginning of the article that fits is kept; ValueError where the prompt without any
-    article is too long.
+    Raw prompts get the tokenizer's own special tokens in front and none behind. With `chat` the
+    prompt is one user turn of the tokenizer's chat template, up to the assistant's turn. The longest
+    beginning of the article that fits is kept; ValueError if the prompt without any article is too
+    long.
     """
     if chat and not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this one"

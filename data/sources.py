@@ -1,11 +1,11 @@
 """Rows with named fields, from local files or the hub, and the splits they fall into.
 
-Local files are .jsonl or .json (an array), either also as .gz. A folder may hold one file a split
-(train.jsonl, validation.jsonl, test.jsonl); a lone file of any name stands as the training file. A
-split without a file of its own is carved from the training file. Carving looks at nothing but a
-row's text: u = sha256(text) / 2^256; u < .1 is test, .1 <= u < .2 validation, the rest train. So
-splits never overlap, equal texts land in the same split, and neither a seed, a limit nor added rows
-move a row.
+Local files are .jsonl or .json (an array); both may be compressed, as .gz. A folder may hold one
+file a split (train.jsonl, validation.jsonl, test.jsonl). If it holds a single file, of any name,
+that is the training file. A split without a file of its own is carved from the training file.
+Carving looks at a row's text only: u = sha256(text) / 2^256; u < .1 is test, .1 <= u < .2 is
+validation, the rest is train. So splits never overlap, equal texts land in the same split, and no
+seed, limit or added row moves a row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Source:
     name:   the file, or repository and split.
     rows:   a list or datasets.Dataset of dicts.
     place:  row index -> words such as "line 7 of train.jsonl".
-    carved: the splits besides train that are carved from these rows; empty where all rows are of
+    carved: the splits besides train that are carved from these rows; empty if all rows are of
         the split asked for.
     local:  False for the hub, whose rows nobody here can mend.
     """
@@ -50,7 +50,7 @@ class Source:
     local: bool
 
     def split_of(self, text: str) -> str:
-        """The split of a row with this text, where something is carved."""
+        """The split of a row with this text, if something is carved."""
         u = (
             int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), "big")
             / 2**256
@@ -61,7 +61,7 @@ class Source:
 
 
 def local_source(path: Path, split: str, whole: bool = False) -> Source:
-    """The rows of the split's file, or of the training file where it has none; `whole` carves
+    """The rows of the split's file, or of the training file if it has none; `whole` carves
     nothing out of them.
     """
     files = split_files(path)
@@ -135,7 +135,7 @@ def split_files(path: Path) -> dict[str, Path]:
 
 
 def read_rows(path: Path) -> list[tuple[str, dict]]:
-    """(place, row) of every row; the place reads "line 7 of train.jsonl" or "item 7 of train.json"."""
+    """(place, row) of every row; a place reads "line 7 of a.jsonl" or "item 7 of a.json"."""
     text = _text(path)
     if text.lstrip().startswith("["):
         rows = [(f"item {i} of {path.name}", row) for i, row in enumerate(_parsed(text, path), 1)]

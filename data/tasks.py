@@ -67,10 +67,12 @@ class DataOptions:
 class Kind:
     """What a task is made of, before its rows are read.
 
-    template: the text around the fields. prompt: field of the part that is never shortened; article:
-        of the part that may lose its end; reference: of the expected answer. None has no field.
-    score: a key of SCORES; stop: strings that end a text; max_new_tokens: the end-of-text included.
-    hub: (repository, configuration); hub_splits: the splits the hub has.
+    template: the text around the fields.
+    prompt, article, reference: the fields of the part that is never shortened, of the part that may
+        lose its end, and of the expected answer; None if the task has no such part.
+    score: a key of SCORES. stop: strings that end a text.
+    max_new_tokens: tokens a text may have, the end token included.
+    hub: (repository, configuration). hub_splits: the splits that the hub has.
     layout: gives the row with these fields, if a file has others; see `layouts`.
     code: an answer is a program. Its fields are made by the layout, so no option names others.
     """
@@ -297,7 +299,7 @@ class Task:
 
     @property
     def scores_text(self) -> bool:
-        """False where the score comes from the target's rows: `data.scores.mean_log_probability`."""
+        """False if the score comes from the target's rows, see `scores.mean_log_probability`."""
         return SCORES[self.score_name].function is not None
 
     def score(self, text: str, example: Example) -> float:
@@ -326,7 +328,7 @@ def load_task(
     """The examples of one split of a task.
 
     name:  a key of TASKS. path: overrides data.path.
-    limit: at most this many examples, None for all; where the split holds fewer, a warning says how
+    limit: at most this many examples, None for all; if the split holds fewer, a warning says how
         many there are.
     seed:  of the order; never of the membership in a split.
     """
