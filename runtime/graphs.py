@@ -67,7 +67,7 @@ def obstacle(setup: Setup) -> str:
     if setup.method not in METHODS.values():
         return "a method of your own may wait for the device"
     if setup.relaxer.checked:
-        return "the answers of a gate of your own are looked at"
+        return "the answers of a weight function of your own are looked at"
     return ""
 
 

@@ -48,11 +48,13 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Relaxer:
-    """rule: the relaxation, its blend known.
+    """Relaxes trees by one rule.
+
+    rule:  the relaxation, its blend known.
     weigh: of a learned rule: (draft's rows, target's rows, hidden states or None) -> the draft's
         share.
     needs_hidden: whether `weigh` reads hidden states.
-    checked: whether the host looks at what `weigh` returns, so that no captured step can hold it.
+    checked: whether the host looks at what `weigh` returns; a captured step cannot hold it then.
     """
 
     rule: Relaxation

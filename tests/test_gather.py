@@ -17,11 +17,14 @@ from diversed.data.columns import bytes_per_token
 from diversed.data.gathering import as_shard
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_manifest, read_shards
+from diversed.export.bundle_writer import write_bundle
+from diversed.export.card import make_card
 from diversed.files import sha256, worker
+from diversed.runtime.loading import load_pair
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.rollouts import Sampler, couple
 from diversed.runtime.sampling import Sampling
-from diversed.verifier.head import logit_features
+from diversed.verifier.head import WeightHead, logit_features
 from diversed.verifier.relax import parse
 
 from .support.models import module, relaxed_law, tiny_pair, tokenizer
@@ -305,3 +308,21 @@ def test_the_share_of_work_comes_from_the_launchers_environment(monkeypatch):
     assert worker(None, None) == (2, 1) and worker(3, 0) == (3, 0)
     with pytest.raises(ValueError, match="`shard_index` must lie in 0..1"):
         worker(2, 2)
+
+
+@pytest.mark.parametrize("blend, ending", [("logits", ";blend=logits"), ("probabilities", "")])
+def test_traces_say_the_blend_that_a_bundles_card_says(workplace, tmp_path, blend, ending):
+    """Training for a blend refuses texts of the other, and the string need not tell."""
+    folder, options = workplace
+    pair = load_pair(options["target"], options["draft"])
+    manifest = {
+        role: {"name": model.name, "hash": model.hash, "hidden_size": model.hidden_size}
+        for role, model in (("target", pair.target), ("draft", pair.draft))
+    }
+    manifest |= {"tokenizer": "", "vocab": 7, "sampling": vars(Sampling()), "task": "jsonl", "relaxation": "none"}
+    record = {"manifest": manifest, "traces_sha256": "d", "settings": {"blend": blend}}
+    head = WeightHead("logits")
+    bundle = write_bundle(tmp_path / "bundle", head, make_card(head, record, 5, 0.0))
+    options |= {"prompts": 2, "samples": 1, "relaxation": f"{bundle};bias=1", "store_logits": 3}
+    call(gather, out=str(tmp_path / "traces"), **options)
+    assert read_manifest(tmp_path / "traces")["relaxation"] == f"{bundle}{ending};bias=1"

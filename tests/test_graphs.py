@@ -375,7 +375,7 @@ def test_what_the_static_step_cannot_do_stays_with_the_loop(monkeypatch):
     pair = tiny_pair(VOCAB)
     engine = make_engine(pair, relaxation="learned")
     engine.relaxer = replace(engine.relaxer, checked=True)
-    assert obstacle(engine) == "the answers of a gate of your own are looked at"
+    assert obstacle(engine) == "the answers of a weight function of your own are looked at"
     engine = make_engine(make_pair(windowed(), windowed(), tokenizer(VOCAB)))
     assert obstacle(engine) == "layers of target see a window of tokens"
     with pytest.raises(ValueError, match="a step that cannot be had here: layers of target see a window"):
