@@ -74,11 +74,11 @@ class Tree:
         method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer,
             package.module:NAME, or plain (the target alone).
         draft_length: tokens on a drafted path.
-        branches: number of paths, or children of a node (one number, or one for each depth), where
-            a tree is verified; a shape PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses one at
-            each step: auto (gbv's number of paths), confidence:PROBABILITY,TOKENS (a chain
-            that ends behind a token the draft gave less), or a folder of
-            `diversed select` or a bundle that holds its network.
+        branches: shape of the tree: a number of paths, or of children of a node (one number, or one
+            for each depth); PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses a shape at each step:
+            auto (gbv's number of paths), confidence:PROBABILITY,TOKENS (a chain that ends behind a
+            token that the draft gave less), a folder of `diversed select`, or a bundle that holds
+            its network.
         trunk: single drafted tokens before a tree's first branching.
         drafting: chain, paths, with_replacement, without_replacement or greedy, if a method is
             exact for several.
