@@ -38,10 +38,10 @@ from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
 from ..runtime.shape_network import row_scalars
 from ..runtime.shapes import Shape, parse_shape
+from ..runtime.slots import Layout, Place, Side
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
-from ..verifier.tree import on_device
 from .supertree import Supertree, take_part
 from .tokens_per_step import chain_tokens, tree_tokens
 
@@ -173,9 +173,7 @@ class Labeller:
         tokens, _ = padded(texts, self.pair.target.device)
         nodes = max(supertree.topology.nodes for supertree in self.supertrees)
         cache = model.cache(tokens.shape[1] + nodes)
-        slot = torch.arange(tokens.shape[1], device=tokens.device)
-        visible = (slot <= slot[:, None]).expand(len(tokens), -1, -1)
-        out = model(tokens, slot.expand_as(tokens), visible, cache, 0, hidden=True)
+        out = model(tokens, None, None, cache, hidden=True)
         return _Pass(model, out.logits, out.hidden, cache)
 
     def _contexts(
@@ -237,15 +235,15 @@ class Labeller:
         the target.
         """
         topology = supertree.topology
-        target, draft = (_Run(one, roots, self.sampling) for one in passes)
+        target, draft = (_Run(one, topology, roots, self.sampling) for one in passes)
         uniform = uniforms(roots.seed, roots.length + 1, topology.nodes + supertree.most)
         tokens = roots.token.unsqueeze(1)
         for depth in range(1, topology.depth + 1):
             drawn = supertree.draw(draft.rows, depth, uniform)
-            draft.extend(topology, drawn)
+            draft.extend(drawn)
             draft.rows[:, -drawn.shape[1] :] *= (drawn >= 0).unsqueeze(-1)
             tokens = torch.cat([tokens, drawn], 1)
-        target.extend(topology, tokens[:, 1:])
+        target.extend(tokens[:, 1:])
         tree = DraftTree(tokens, topology.parents, draft.rows, target.rows)
         return self.relaxer.tree(tree, (draft.hidden, target.hidden))
 
@@ -275,26 +273,20 @@ class _Run:
     nodes so far.
     """
 
-    def __init__(self, one: _Pass, roots: _Roots, sampling: Sampling):
-        self.model, self.length, self.sampling = one.model, roots.length, sampling
-        at = roots.row, roots.length
+    def __init__(self, one: _Pass, topology: DraftShape, roots: _Roots, sampling: Sampling):
+        device, at = roots.length.device, (roots.row, roots.length)
+        self.sampling, self.layout = sampling, Layout(one.model, topology)
+        self.place = Place(roots.length.tolist(), device)
         self.rows = probabilities(one.logits[at], sampling).unsqueeze(1)
         self.hidden = one.hidden[at].float().unsqueeze(1)
-        self.width = one.logits.shape[1]  # slots that the texts fill
-        self.cache = copy.copy(one.cache)
-        self.cache.layers = [copy.copy(layer) for layer in one.cache.layers]
-        self.cache.select(roots.row)
+        cache = copy.copy(one.cache)
+        cache.layers = [copy.copy(layer) for layer in one.cache.layers]
+        cache.select(roots.row)
+        self.side = Side(one.model, cache, device)
 
-    def extend(self, topology: DraftShape, tokens: Tensor) -> None:
+    def extend(self, tokens: Tensor) -> None:
         """Run the model on the next n nodes, whose tokens are [R, n]."""
-        device, first = self.length.device, self.rows.shape[1]
-        last = first + tokens.shape[1]
-        committed = torch.arange(self.width, device=device) <= self.length[:, None, None]
-        seen = topology.ancestors[first:last, 1:last].to(device).expand(len(tokens), -1, -1)
-        visible = torch.cat([committed.expand(-1, last - first, -1), seen], -1)
-        positions = self.length.unsqueeze(1) + on_device(topology.depths[first:last], device)
-        slot = self.width + first - 1
-        out = self.model(tokens.clamp_min(0), positions, visible, self.cache, slot, hidden=True)
+        out = self.side(self.layout, self.place, tokens, self.rows.shape[1], hidden=True)
         self.rows = torch.cat([self.rows, probabilities(out.logits, self.sampling)], 1)
         self.hidden = torch.cat([self.hidden, out.hidden.float()], 1)
 
