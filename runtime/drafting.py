@@ -23,7 +23,7 @@ from ..verifier.law import inverse_cdf
 from ..verifier.tree import Topology
 
 MAX_NODES = 512
-Branches = int | list[int] | str | None  # a text is for `selector.make_selector`
+Branches = int | list[int] | str | None  # a text is for `choosers.make_selector`
 MAX_PATHS = 64
 
 

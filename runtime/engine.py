@@ -66,7 +66,7 @@ def decode(
                     prompt; those of one relaxation are decoded together, one relaxation after the other.
     draft_length:   tokens on a drafted path.
     branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such
-                    as `auto` or `3x4+2` names what chooses the shape at each step, see `selector`.
+                    as `auto` or `3x4+2` names what chooses the shape at each step, see `choosers`.
     drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
