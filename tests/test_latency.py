@@ -57,6 +57,18 @@ def test_a_file_without_latencies_is_refused_with_the_command_that_writes_one(tm
             read_latencies(tmp_path / "F.json")
 
 
+@pytest.mark.parametrize("change", [[], [0.0, None], [1.0, float("nan")], [1.0, -1.0]])
+def test_calls_that_are_no_whole_grid_of_times_are_refused(tmp_path, change):
+    rows = [
+        {"role": role, "context": 0, "tokens": 1, "value": value}
+        for role, value in zip(("draft", "target"), change, strict=False)
+        if value is not None
+    ]
+    (tmp_path / "F.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(ValueError, match="holds no latencies"):
+        read_latencies(tmp_path / "F.json")
+
+
 def test_the_assumed_pair_costs_what_it_says():
     found = read_latencies("gpu")
     assert found.assumed and not CALLS.assumed

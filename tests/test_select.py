@@ -13,7 +13,8 @@ from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.loading import load_pair
-from diversed.runtime.shape_network import SCALARS
+from diversed.runtime.sampling import Sampling
+from diversed.runtime.shape_network import ROW_SCALARS, SCALARS, card_scalars, read_selector_card
 from diversed.runtime.shapes import parse_shape
 from diversed.selector.chooser_training import ChooserModule, ChooserOptions, objective, time_choice
 from diversed.selector.contexts import Contexts, compare, read_contexts
@@ -191,6 +192,14 @@ def test_the_base_is_the_best_constant_shape_of_each_temperature_on_the_training
         assert (known.base[known.temperature == temperature] == rates.index(max(rates))).all()
     labels, _ = read_labels(folders[0])
     assert (labels["efficiency"][:, 0, 2] == 0).all() and (labels["efficiency"][:, 1] >= 1).all()
+
+
+def test_a_chooser_is_told_of_its_setting_while_it_decodes_what_it_was_told_in_training(selected):
+    out, _ = selected
+    card = read_selector_card(out / "traversal")
+    known = read_contexts([out / "labels" / "T=0.5"], "traversal", read_latencies("gpu"))
+    place = read_labels(out / "labels" / "T=0.5")[0]["length"] // card["latency"]["step"]
+    torch.testing.assert_close(card_scalars(card, Sampling(0.5))[place], known.scalars[:, len(ROW_SCALARS) :])
 
 
 def test_a_bundle_carries_a_selector_that_chooses_the_same(selected, tmp_path):
