@@ -92,7 +92,7 @@ class Comparison:
 class Case:
     """One way of decoding.
 
-    run:    (prompts, draft, seed) -> what it took.
+    run:    (prompts, draft, turn) -> what it took; another turn gives other texts.
     drafts: to choose from.
     draft:  the one that was chosen.
     """
@@ -101,10 +101,10 @@ class Case:
     drafts: list[Draft]
     draft: Draft = NO_DRAFT
 
-    def timed(self, prompts: list[list[int]], draft: Draft, seed: int) -> tuple[float, Counts]:
+    def timed(self, prompts: list[list[int]], draft: Draft, turn: int) -> tuple[float, Counts]:
         """Tokens per second, and what was counted."""
         start = time.perf_counter()
-        counts = self.run(prompts, draft, seed)
+        counts = self.run(prompts, draft, turn)
         return counts[0] / (time.perf_counter() - start), counts
 
 
@@ -130,12 +130,13 @@ def compare(pair: Pair, prompts: list[list[int]], wanted: Comparison, work: Work
     if wanted.transformers and wanted.batch == 1:
         cases |= _transformers(pair, wanted, work)
     tuning, measured = prompts[: wanted.tuning_prompts], prompts[wanted.tuning_prompts :]
-    tune(cases, tuning, work.seed)
-
-    def timed(case: Case, turn: int) -> tuple[float, Counts]:
-        return case.timed(measured, case.draft, work.seed + turn)
-
-    found = in_turns(cases, timed, wanted.repetitions, "decode")
+    tune(cases, tuning)
+    found = in_turns(
+        cases,
+        lambda case, turn: case.timed(measured, case.draft, turn),
+        wanted.repetitions,
+        "decode",
+    )
     relative = _relative_cost(pair, prompts[0])
     return [row for name in cases for row in _rows(name, cases[name].draft, found, relative)]
 
@@ -203,8 +204,8 @@ def _loop(pair: Pair, method: str, rule: str, wanted: Comparison, work: Workload
             compile=wanted.compile,
         )
 
-    def run(prompts: list[list[int]], draft: Draft, seed: int) -> Counts:
-        requests = work.requests(prompts, seed - work.seed)
+    def run(prompts: list[list[int]], draft: Draft, turn: int) -> Counts:
+        requests = work.requests(prompts, turn)
         for number, request in requests.items():
             engine(draft).check(number, request)
         done = engine(draft).run(requests, wanted.batch).values()
@@ -236,8 +237,8 @@ def _transformers(pair: Pair, wanted: Comparison, work: Workload) -> dict[str, C
     target, assistant = (_by_rows(model.module) for model in (pair.target, pair.draft))
 
     def case(drafts: list[Draft], **extra) -> Case:
-        def run(prompts: list[list[int]], draft: Draft, seed: int) -> Counts:
-            torch.manual_seed(seed)
+        def run(prompts: list[list[int]], draft: Draft, turn: int) -> Counts:
+            torch.manual_seed(work.seed + turn)
             if draft[0]:
                 # The assistant's own settings say how much it drafts; a run may change them.
                 settings = assistant.generation_config
@@ -273,27 +274,22 @@ def _by_rows(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def tune(cases: dict[str, Case], prompts: list[list[int]], seed: int) -> None:
+def tune(cases: dict[str, Case], prompts: list[list[int]]) -> None:
     """Set every case's draft to its fastest, by the median of the turns."""
+    choices, fastest = {}, {}
+    for name, case in cases.items():
+        case.draft = case.drafts[0]
+        if len(case.drafts) > 1:
+            choices |= {(name, draft): (case, draft) for draft in case.drafts}
 
     def rate(choice: tuple[Case, Draft], turn: int) -> float:
         case, draft = choice
-        return case.timed(prompts, draft, seed + turn)[0]
+        return case.timed(prompts, draft, turn)[0]
 
-    for case in cases.values():
-        case.draft = case.drafts[0]
-    choices = {
-        (name, draft): (case, draft)
-        for name, case in cases.items()
-        for draft in case.drafts
-        if len(case.drafts) > 1
-    }
-    medians = {
-        key: statistics.median(rates) for key, rates in in_turns(choices, rate, TURNS).items()
-    }
-    for name, draft in medians:
-        if medians[name, draft] > medians[name, cases[name].draft]:
-            cases[name].draft = draft
+    for (name, draft), rates in in_turns(choices, rate, TURNS).items():
+        middle = statistics.median(rates)
+        if middle > fastest.get(name, 0.0):
+            fastest[name], cases[name].draft = middle, draft
 
 
 def _relative_cost(pair: Pair, prompt: list[int]) -> float:
