@@ -148,6 +148,8 @@ def test_labelling_continues_with_the_same_bytes_and_refuses_other_settings(tmp_
     assert labels["prompt"].unique().tolist() == [0, 1, 2, 3, 4] and manifest["shapes"][0] == "1"
     with pytest.raises(ValueError, match="was begun with trees 2, now it is 3"):
         run("whole", trees=3)
+    with pytest.raises(ValueError, match="was begun with prompts_sha256 "):
+        write_labels(whole, labeller(), [[3, 2, 2], *prompts[1:]], {"task": "words"})
     (whole / "shard-00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="missing or damaged; run `diversed select` again"):
         read_labels(whole)
