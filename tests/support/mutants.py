@@ -21,14 +21,14 @@ from diversed.verifier.enumerate_laws import (
 from diversed.verifier.tree import chain, topology
 
 SOURCE = Path(diversed.verifier.__file__).parent
-FILES = ("__init__", "law", "plans", "compose", "multipath", "methods", "relax")
+FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "methods", "relax")
 EXACT = 1e-12
 
 
 def verifier_with(edits: list[tuple[str, str, str]], folder: Path, name: str):
     """The package `name`, a copy of the verifier in `folder` after `edits` of (file, old text, new text)."""
     for file in FILES:
-        text = (SOURCE / f"{file}.py").read_text()
+        text = (SOURCE / f"{file}.py").read_text().replace("from ..files", "from diversed.files")
         for where, old, new in edits:
             if where == file:
                 assert text.count(old) == 1, (
