@@ -138,7 +138,7 @@ def lines_svg(
         axes.set_ylim(bottom=0)
         axes.set_xlabel(x_name, loc="right", color=INK)
         axes.set_title(y_name, loc="left", fontsize=9.5, color=INK)
-        labels.sort(key=lambda label: label.y)
+        labels.sort(key=lambda label: -label.y)
         write_labels(figure, axes, labels, [], BESIDE, 8.5, figure.bbox.extents)
         if len(markers) > 1:
             _marker_legend(figure, markers, *LOWER_LEFT)

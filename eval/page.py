@@ -20,22 +20,6 @@ from .provenance import differing_settings, origins, same_again
 from .results import kind_of, point_of, rule_of
 from .run_data import LIKELIHOOD, Run, files
 
-COLUMNS = {  # key of a row: head, digits
-    "score": ("score", 3),
-    "difference": ("minus exact", 3),
-    "mcnemar": ("score p", 3),
-    "text_p": ("texts p", 3),
-    "step_acceptance": ("step acceptance", 3),
-    "accepted_share": ("accepted share", 3),
-    "tokens_per_call": ("tokens per call", 2),
-    "tokens_per_second": ("tokens/s", 0),
-    "mean_weight": ("mean weight", 3),
-    "mean_bias": ("mean bias", 4),
-    "substitutions": ("substitutions per text", 2),
-    "target_logprob": ("log-likelihood", 3),
-    "tokens_per_text": ("tokens per text", 1),
-}
-
 
 def page(runs: list[Run], numbers: list[dict[str, Any] | str]) -> str:
     """The whole page; numbers: what `token_numbers` says of each run."""
@@ -55,7 +39,7 @@ def page(runs: list[Run], numbers: list[dict[str, Any] | str]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "signed": signed, "interval": interval}
-    environment.filters |= {"in_words": in_words, "at": settings_words, "hint": hint, "cell": cell}
+    environment.filters |= {"in_words": in_words, "at": settings_words, "cell": cell}
     written = environment.from_string(_packaged("page.html")).render(
         title="; ".join(dict.fromkeys(titles)),
         style=style,
@@ -67,11 +51,10 @@ def page(runs: list[Run], numbers: list[dict[str, Any] | str]) -> str:
         likelihood=any(row["metric"] == LIKELIHOOD for row in rows),
         rows=rows,
         named=[*several, "method", "relaxation"],
-        columns=COLUMNS,
         metrics=dict.fromkeys(row["metric"] or "score" for row in rows),
         differing=differing_settings(runs),
     )
-    return readable(written)
+    return readable(written.lstrip())
 
 
 def _packaged(name: str) -> str:
@@ -204,9 +187,9 @@ def interval(low: float | None, high: float | None, digits: int) -> str:
     return f"[{number(low, digits)}, {number(high, digits)}]"
 
 
-def cell(row: Row, name: str) -> tuple[str, str, str]:
+def cell(row: Row, name: str, digits: int) -> tuple[str, str, str]:
     """What the table shows of a row: value, interval, and what it is sorted by."""
-    value, digits = row[name], COLUMNS[name][1]
+    value = row[name]
     ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"), digits)
     if value is None or math.isnan(value):
         return number(value, digits), ends, ""
@@ -220,18 +203,6 @@ def settings_words(row: Row) -> str:
     """The temperature and draft length of a row, in words."""
     temperature = "unknown" if row["temperature"] is None else f"{row['temperature']:g}"
     return f"temperature {temperature}, draft length {row['draft_length']}"
-
-
-def hint(token: list) -> str:
-    """What hovering over a token shows."""
-    piece, target, draft, weight, best, best_target, *_ = token
-    words = [piece.strip() or repr(piece), f"target p {target:.3g}", f"draft q {draft:.3g}"]
-    words.append(f"w {weight:.2f}")
-    if best is None:
-        words.append("the target's most likely")
-    else:
-        words.append(f"target preferred {best!r} ({best_target:.3g})")
-    return "   ".join(words)
 
 
 def in_words(value: Any) -> str:

@@ -21,7 +21,8 @@ AROUND = [
     for away in (9, 13, 18, 25, 34, 46, 60, 80, 105)
     for right, up in SIDES
 ]
-BESIDE = [(10, sign * up) for up in range(0, 240, 3) for sign in (1, -1)]
+# To the right, rather below than above: labels that come from the top down keep their order.
+BESIDE = [(10, -down) for down in range(0, 240, 3)] + [(10, up) for up in range(3, 240, 3)]
 FAR = 14  # points between a point and its label from which on a line joins them
 
 
@@ -47,19 +48,20 @@ def place(
 
     spots: what each label belongs to; sizes: (width, height) of each; taken: boxes that must not be
         covered, to which every label's is added; frame: the box to stay in.
-    offsets: (right, up) from the spot to the nearest edge of the label, which is centred at 0.
+    offsets: (right, up) from the spot to the nearest edge of the label, which is centred at 0; the
+        first are preferred.
     """
     boxes = []
     for (x, y), (width, height) in zip(spots, sizes, strict=True):
         best = (math.inf, (x, y, x + width, y + height))
         others = numpy.array([*taken, *boxes], dtype=float).reshape(-1, 4)
-        for right, up in offsets:
+        for rank, (right, up) in enumerate(offsets):
             left = x + right - width * (1 - numpy.sign(right)) / 2
             bottom = y + up - height * (1 - numpy.sign(up)) / 2
             box = (float(left), float(bottom), float(left + width), float(bottom + height))
             outside = box[0] < frame[0] or box[1] < frame[1]
             outside |= box[2] > frame[2] or box[3] > frame[3]
-            cost = 10 * _shared(box, others).sum() + math.hypot(right, up) + 1e6 * outside
+            cost = 10 * _shared(box, others).sum() + rank + 1e6 * outside
             if cost < best[0]:
                 best = (cost, box)
         boxes.append(best[1])

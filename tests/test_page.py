@@ -312,10 +312,11 @@ def test_a_label_lies_at_the_nearest_place_that_is_free():
 
 
 def test_names_at_the_ends_of_lines_lie_a_line_apart():
-    spots = [(300, 200 + i / 10) for i in range(8)] + [(300, 40)]
-    boxes = place(spots, [(60, 12)] * 9, [], (0, 0, 400, 300), BESIDE)
-    heights = sorted(box[1] for box in boxes)
-    assert min(numpy.diff(heights)) >= 12 and {box[0] for box in boxes} == {310}
+    spots = [(300, 200 - i / 10) for i in range(8)] + [(300, 40), (300, 5)]
+    boxes = place(spots, [(60, 12)] * 10, [], (0, 0, 400, 300), BESIDE)
+    heights = [box[1] for box in boxes]
+    assert max(numpy.diff(heights[:9])) <= -12 and {box[0] for box in boxes} == {310}  # from the top down, in order
+    assert heights[9] >= 0 and min(abs(numpy.diff(sorted(heights)))) >= 12
 
 
 def test_a_figure_is_text_in_the_colours_of_the_page_and_says_its_numbers(tmp_path):
