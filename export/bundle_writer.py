@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from ..files import write_whole
-from ..runtime.bundle import FILES, Card, load_bundle, logits_of, write_head
+from ..runtime.bundle import CARD, EXAMPLE, FILES, Card, load_bundle, logits_of, write_head
 from ..runtime.shape_network import FILES as SELECTOR
 from ..runtime.shape_network import read_selector_card
 from ..verifier.head import WeightHead
@@ -29,11 +29,10 @@ def write_bundle(
     selector: folder of `diversed select`, whose network is copied into the bundle.
     """
     folder = Path(folder)
-    # custom_generate is from repository.py, the latter from a process killed while it wrote
+    # A process that was killed while it wrote leaves .NAME.part.
     ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
-    if folder.exists() and not (
-        folder.is_dir() and {path.name for path in folder.iterdir()} <= ours
-    ):
+    strange = not folder.is_dir() or {path.name for path in folder.iterdir()} - ours
+    if folder.exists() and strange:
         raise FileExistsError(
             f"{folder} exists and is not a bundle; give another folder to write the bundle to"
         )
@@ -43,7 +42,7 @@ def write_bundle(
         new.mkdir()
         head = head.to("cpu", torch.float32).eval()
         write_head(new, head)
-        (new / "example.safetensors").write_bytes(save(_example(head)))
+        write_whole(new / EXAMPLE, save(_example(head)))
         _write_card(new, card)
         if selector is not None:
             read_selector_card(Path(selector))
@@ -66,11 +65,8 @@ def _write_card(folder: Path, card: Card) -> None:
     """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's
     files once more.
     """
-    for name, text in (
-        ("card.json", json.dumps(card.to_json(), indent=2) + "\n"),
-        ("README.md", model_card(card)),
-    ):
-        write_whole(folder / name, text)
+    write_whole(folder / CARD, json.dumps(card.to_json(), indent=2) + "\n")
+    write_whole(folder / "README.md", model_card(card))
     if card.custom_generate:
         add_custom_generate(folder)
 
