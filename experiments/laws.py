@@ -3,8 +3,9 @@
     python experiments/laws.py
 
 Means over trees that are drawn by each method's own drafting law, for drafts closer to the target
-and farther from it. block is never below token, traversal never below rrsw, univer never below
-greedy_tree. gbv against block and univer against rrsw have no order: the table shows both signs.
+and farther from it. In the mean over all drafts block is never below token, traversal never below
+rrsw, univer never below greedy_tree. gbv against block and univer against rrsw have no order: the
+table shows both signs.
 How far each method is from the best rule for its drafting law: tests/test_optimality.py.
 """
 

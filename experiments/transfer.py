@@ -16,7 +16,7 @@ from verifiers import FIT, HEADS, options, place_of
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = options("runs/transfer")
+    parser = options(__doc__, "runs/transfer")
     add = parser.add_argument
     add("--elsewhere", type=Path, required=True, help="folder of the head that is taken along")
     add("--rollouts", type=int, default=4096, help="texts of the head that is trained there")

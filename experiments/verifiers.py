@@ -45,7 +45,7 @@ STATIC = [f"ensemble:{weight}" for weight in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)]
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = options("runs/verifiers")
+    parser = options(__doc__, "runs/verifiers")
     add = parser.add_argument
     add("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES)
     add("--features", nargs="+", default=list(HEADS), choices=HEADS, help="what the heads see")
@@ -74,9 +74,9 @@ def main(words: list[str] | None = None) -> None:
     place.report([*given.static, *given.also], points)
 
 
-def options(out: str) -> argparse.ArgumentParser:
+def options(doc: str, out: str) -> argparse.ArgumentParser:
     """The options of this script and of transfer.py."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--out", default=out, help="folder for everything; what is finished is not done again")
     add("--relaxation", default="ensemble:0.2", help="what the first texts are sampled from")
