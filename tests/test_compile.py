@@ -31,7 +31,7 @@ def test_every_step_is_one_program(method, traced):
     assert len(engine.static) == 1 and not loop.static
 
 
-@pytest.mark.parametrize("method, way", [("block", "entropy"), ("traversal", "network"), ("gbv", "auto")])
+@pytest.mark.parametrize("method, way", [("block", "network"), ("traversal", "network"), ("gbv", "auto")])
 def test_every_shape_that_is_chosen_is_one_program(method, way, traced, tmp_path):
     engine, loop = (choosing(tmp_path, tiny_pair(VOCAB), method, way, "learned;bias=0.7") for _ in range(2))
     engine.compiled = True
