@@ -167,8 +167,8 @@ class Batch:
         # Here the device is read.
         tokens, nodes, bonus = (x.tolist() for x in (drafted.tokens, outcome.node, outcome.bonus))
         costs, weights = self._spending(step, outcome)
-        paths = [step.shape.paths[node] for node in nodes]
-        if any(path[-1] != len(path) - 1 for path in paths):  # others lie where they belong
+        depths = step.shape.depths
+        if any(depths[node] != node for node in nodes):  # other paths lie where they belong
             step.keep(rows, outcome.node, drafted.levels)
         found = zip(self.rows, tokens, nodes, bonus, costs, weights, strict=True)
         return [

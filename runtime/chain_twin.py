@@ -71,6 +71,14 @@ def sample(rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.tensor(_selected(rows[:, 0].numpy(), uniform[:, 0])).view(-1, 1, 1)
 
 
+def chances(rows: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """Probabilities of tokens [B, 1] in rows [B, 1, V]; of an absent token, which follows a row of
+    zeros, 0.
+    """
+    picked = zip(rows[:, 0].numpy(), tokens[:, 0].tolist(), strict=True)
+    return [float(row[token]) for row, token in picked]
+
+
 def _token(target, draft, ratio: list[float]) -> tuple[list[float], list[float]]:
     """(probability that the path ends at each node, weight of the target in each residual), L + 1
     of each.

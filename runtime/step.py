@@ -112,7 +112,7 @@ class Step:
         self.paths, self.depths = (on_device(x, device) for x in (shape.padded_paths, shape.depths))
         self.target, self.draft = Layout(pair.target, shape), Layout(pair.draft, shape)
         selector, filtered = setup.selector, setup.sampling.filters
-        self.ragged = shape.may_lack or selector.by_request or selector.confidence > 0
+        self.ragged = shape.may_lack or selector.by_request
         learned = setup.relaxer.weigh is not None
         self.by_rows = way != "kernel" or learned or filtered or len(setup.shapes) > 1
 
@@ -146,14 +146,16 @@ class Step:
             if self.ragged:
                 going = here >= 0
             if confidence and depth:
-                going = levels[-1][:, 0].gather(1, here.clamp_min(0)) >= confidence
-                if not going.any():
+                sure = [chance >= confidence for chance in self._chances(levels[-1], here)]
+                if not any(sure):
                     break
+                if not all(sure):
+                    going = torch.tensor(sure, device=here.device).unsqueeze(1)
             if depth:
                 out = rows.draft(self.draft, rows.place, here, first, setup.hidden)
             else:
                 out = root or self.draft_root(rows)
-            logits.append(out.logits[:, first - last :])
+            logits.append(out.logits[:, first - last :] if depth == 0 else out.logits)
             level = probabilities(logits[-1], setup.sampling)
             levels.append(level if going is None else level * going.unsqueeze(-1))
             if setup.hidden:
@@ -171,10 +173,20 @@ class Step:
             drafted.logits = torch.cat(logits, 1)
         if setup.hidden:
             drafted.hidden = _padded(hidden, tokens, setup.pair.draft.hidden_size)
-        if levels:
+        if levels and self.by_rows:
+            rows.check(drafted.rows[..., 0], "draft")
+        elif levels:
             rows.check(torch.cat([level[..., 0] for level in levels], 1), "draft")
         rows.lap("draft")
         return drafted
+
+    def _chances(self, level: Tensor, tokens: Tensor) -> list[float]:
+        """Probabilities of a chain's last tokens [B, 1] in the rows [B, 1, V] before them; 0 for a
+        token that is absent, which follows a row of zeros.
+        """
+        if self.way == "twin":
+            return chain_twin.chances(level, tokens)
+        return level[:, 0].gather(1, tokens.clamp_min(0))[:, 0].tolist()
 
     def _children(self, level: Tensor, depth: int, uniform: Tensor, going: Tensor | None) -> Tensor:
         """[B, n] the tokens below the nodes of `depth`, drawn from their rows `level` [B, P, V];
