@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diversed.runtime.chain_twin import sample, serves, verdict
+from diversed.runtime.chain_twin import chances, sample, serves, verdict
 from diversed.verifier.law import DraftTree, draw, inverse_cdf
 from diversed.verifier.methods import METHODS, Method
 
@@ -56,7 +56,9 @@ def test_a_sample_is_the_inverse_of_the_cumulative_sum():
     generator = torch.Generator().manual_seed(0)
     rows = (9 * torch.randn(50, 1, 643, generator=generator)).softmax(-1)
     for coin in (torch.rand(50, generator=generator, dtype=torch.float64), torch.full((50,), 1 - 2**-53).double()):
-        assert torch.equal(sample(rows, coin[:, None]), inverse_cdf(rows, coin[:, None, None]))
+        tokens = sample(rows, coin[:, None])
+        assert torch.equal(tokens, inverse_cdf(rows, coin[:, None, None]))
+        assert chances(rows, tokens[:, 0]) == rows.gather(2, tokens).flatten().tolist()
 
 
 def test_only_chains_on_a_cpu_are_served():

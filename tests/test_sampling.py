@@ -133,3 +133,17 @@ def test_topologies_are_ordered_by_depth_and_trunk_nodes_have_one_child():
     assert topology("greedy", 2, [3, 2]).parents == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
     delayed = topology("without_replacement", 1, 3, trunk=2)
     assert delayed.parents == (-1, 0, 1, 2, 2, 2) and delayed.depth == 3
+
+
+def test_a_temperature_alone_filters_nothing():
+    assert not any(sampling.filters for sampling in (Sampling(), Sampling(0.5), Sampling(0), Sampling(0, top_k=3)))
+    assert all(sampling.filters for sampling in (Sampling(top_k=3), Sampling(0.5, top_p=0.9), Sampling(min_p=0.1)))
+
+
+def test_the_lanes_of_a_path_do_not_depend_on_its_siblings():
+    alone, together = topology("paths", 3, 1), topology("paths", 3, 4)
+    assert [alone.first_lane(depth) for depth in (1, 2, 3)] == [together.first_lane(depth) for depth in (1, 2, 3)]
+    tree = topology("with_replacement", 2, [3, 2])
+    assert [tree.first_lane(depth) for depth in (1, 2)] == [0, 3] and tree.lanes == tree.nodes - 1
+    assert together.lanes == together.first_lane(3) + 4 and topology("greedy", 2, [2, 1]).may_lack
+    assert tree.bounds == [0, 1, 4, 10] and not topology("greedy", 2, [1, 1]).may_lack
