@@ -161,9 +161,8 @@ class Batch:
         """
         setup, rows = self.setup, self._state()
         step, root, paths = self._chosen(rows)
-        drafted = step.draft_tree(rows, self.uniforms.next(self.rows), root, paths)
-        outcome = step.verify_tree(rows, drafted)
-        self.memory = outcome.memory
+        outcome = step(rows, self.uniforms.next(self.rows), root, paths)
+        self.memory, drafted = outcome.memory, outcome.drafted
         # Here the device is read.
         tokens, nodes, bonus = (x.tolist() for x in (drafted.tokens, outcome.node, outcome.bonus))
         costs, weights = self._spending(step, outcome)

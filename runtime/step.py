@@ -116,8 +116,15 @@ class Step:
         learned = setup.relaxer.weigh is not None
         self.by_rows = way != "kernel" or learned or filtered or len(setup.shapes) > 1
 
-    def __call__(self, rows: Rows, uniform: Tensor, root: Output | None = None) -> Outcome:
-        return self.verify_tree(rows, self.draft_tree(rows, uniform, root))
+    def __call__(
+        self,
+        rows: Rows,
+        uniform: Tensor,
+        root: Output | None = None,
+        paths: Tensor | None = None,
+    ) -> Outcome:
+        """One step, but for what the host must read first: whether `keep` has paths to move."""
+        return self.verify_tree(rows, self.draft_tree(rows, uniform, root, paths))
 
     def draft_root(self, rows: Rows) -> Output:
         """Run the draft on the root, and on the token before it if a row's cache may lack it."""
