@@ -6,6 +6,7 @@ A pair is refused here, before any work, when its two models do not read the sam
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from safetensors import SafetensorError
 
 from .autotune import suited
 from .model import Model, Pair, fingerprint
+from .probe import probe
 
 PACKAGED = {"sums-target": "target", "sums-draft": "draft"}
+# Architectures of drafts that are no language model of their own.
+HEAD_OF_A_TARGET = re.compile("eagle|medusa|hydra|mtp|speculator", re.IGNORECASE)
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -73,10 +77,27 @@ def make_pair(target, draft, tokenizer, names: tuple[str, str] = ("target", "dra
             f" draft's {sizes[1]}; both models must score every token: choose a draft of the same"
             " family"
         )
-    target, draft = (
-        Model(module, name, vocab) for module, name in zip((target, draft), names, strict=True)
-    )
-    return Pair(target, draft, tokenizer, vocab, _end_tokens(target.module, tokenizer))
+    models = [
+        _model(module, name, vocab) for module, name in zip((target, draft), names, strict=True)
+    ]
+    return Pair(*models, tokenizer, vocab, _end_tokens(target, tokenizer))
+
+
+def _model(module, name: str, vocab: int) -> Model:
+    """The model of a module; one that is not decoded right in a batch is refused.
+
+    Lean models are ours, and tests compare them. All others are looked at.
+    """
+    try:
+        model = Model(module, name, vocab)
+    except AttributeError as error:
+        raise ValueError(
+            f"{name} ({module.config.model_type}) cannot be decoded here: {error}; use a"
+            " decoder-only model of another family"
+        ) from error
+    if not model.lean:
+        probe(model)
+    return model
 
 
 def _end_tokens(module, tokenizer) -> tuple[int, ...]:
@@ -158,7 +179,9 @@ def _loaded(name: str, kind: str, auto, **keywords):
     if extra and not (Path(where) / extra["gguf_file"]).is_file():
         raise FileNotFoundError(f"no {kind} at {name}: the file does not exist")
     try:
-        return auto.from_pretrained(where, **keywords, **extra)
+        if kind == "tokenizer":
+            return auto.from_pretrained(where, **keywords, **extra)
+        module, report = auto.from_pretrained(where, output_loading_info=True, **keywords, **extra)
     except ImportError as error:
         raise ValueError(
             f"{name} needs a package that is not installed: {str(error).strip().splitlines()[0]}"
@@ -168,6 +191,33 @@ def _loaded(name: str, kind: str, auto, **keywords):
         # wrong size or cut off.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no {kind} could be loaded from {name!r}: {first}") from error
+    _refuse_other_tensors(name, module, report)
+    return module
+
+
+def _refuse_other_tensors(name: str, module, report: dict) -> None:
+    """ValueError unless the checkpoint has exactly the tensors of the architecture.
+
+    transformers fills a missing tensor with random numbers and passes over one it does not know.
+    """
+    kind = ", ".join(getattr(module.config, "architectures", None) or []) or type(module).__name__
+    lacks = sorted(report.get("missing_keys", ()))
+    unknown = sorted(report.get("unexpected_keys", ()))
+    other = sorted(str(each) for each in report.get("mismatched_keys", ()))
+    faults = [
+        f"{what} {len(names)} tensors, such as {', '.join(names[:3])}"
+        for what, names in (
+            ("lacks", lacks),
+            (f"has beside those of {type(module).__name__}", unknown),
+            ("has in another shape", other),
+        )
+        if names
+    ]
+    if faults:
+        hint = "give a whole checkpoint of a causal language model"
+        if HEAD_OF_A_TARGET.search(kind):
+            hint = "this is a draft head that reads its target's hidden states; give a whole draft model"
+        raise ValueError(f"the checkpoint {name} ({kind}) {' and '.join(faults)}; {hint}")
 
 
 def adapter_base(name: str) -> str | None:
@@ -213,7 +263,11 @@ def _merged(folder: str, base: str, module):
         )
     try:
         weights = load_file(Path(folder) / "adapter_model.safetensors")
-        adapted = get_peft_model(module, PeftConfig.from_pretrained(folder))
+        settings = PeftConfig.from_pretrained(folder)
+        # Tokens that were trained alone are rows of both layers, which stay tied.
+        if not getattr(settings, "trainable_token_indices", None):
+            _untie(module)
+        adapted = get_peft_model(module, settings)
         shapes = {key: value.shape for key, value in get_peft_model_state_dict(adapted).items()}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{wrong}: {str(error).strip().splitlines()[0]}") from error
@@ -226,6 +280,18 @@ def _merged(folder: str, base: str, module):
         )
     set_peft_model_state_dict(adapted, weights)
     return adapted.merge_and_unload()
+
+
+def _untie(module) -> None:
+    """Give the output layer weights of its own, so that an adapter on it leaves the embedding alone.
+
+    A merge into tied weights would change both layers, which the adapter was not trained for.
+    """
+    output, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if output is not None and output.weight is embedding.weight:
+        output.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+        module.config.get_text_config().tie_word_embeddings = False
+        module.config.tie_word_embeddings = False
 
 
 def _same_tokenizer(target, draft, target_name: str, draft_name: str) -> None:

@@ -45,7 +45,7 @@ class Model:
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
-        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.max_positions: int = known_positions(self.config)
         self.layers, self.kinds, self.window = attention_layers(self.config)
         names = inspect.signature(module.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -222,6 +222,25 @@ class Pair:
             "tokenizer": self.tokenizer_hash,
             "vocab": self.vocab,
         }
+
+
+def known_positions(config) -> int:
+    """Positions up to which rotation does not depend on the longest row of a batch.
+
+    With longrope and dynamic scaling the factors of all rows change when one row grows beyond the
+    length of the original training.
+    """
+    most = getattr(config, "max_position_embeddings", None) or 1 << 30
+    scaling = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    kinds = scaling.values() if all(isinstance(v, dict) for v in scaling.values()) else [scaling]
+    for each in kinds:
+        if each.get("rope_type", each.get("type")) in ("longrope", "dynamic"):
+            original = each.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            most = min(most, original or most)
+    return most
 
 
 def fingerprint(module) -> str:
