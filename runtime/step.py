@@ -288,8 +288,10 @@ class Step:
         else:
             cost = outcome.cost.double().gather(1, path)
             weight = outcome.weight.double().gather(1, path)
-        place = torch.arange(path.shape[1], device=path.device)
-        return cost, weight.masked_fill(place >= outcome.drafted.levels, torch.nan)
+        if self.way == "kernel" or outcome.cost is None:  # a relaxer has left these out
+            place = torch.arange(path.shape[1], device=path.device)
+            weight = weight.masked_fill(place >= outcome.drafted.levels, torch.nan)
+        return cost, weight
 
 
 def _padded(levels: list[Tensor], tokens: Tensor, width: int) -> Tensor:

@@ -153,8 +153,10 @@ class Relaxation:
             return 0.0
         if self.name != "ensemble":
             return None
+        if not self.bias:
+            return float(self.parameters[0])
         weight = torch.tensor(self.parameters[0], dtype=torch.float64)
-        return float(torch.sigmoid(torch.logit(weight) + self.bias) if self.bias else weight)
+        return float(torch.sigmoid(torch.logit(weight) + self.bias))
 
 
 def relax(
