@@ -10,8 +10,16 @@ from diversed.runtime.model import Model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
-    LlamaForTokenClassification, LlamaModel, T5Config, T5ForConditionalGeneration,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )  # fmt: skip
 
 from .support.models import tokenizer
