@@ -9,15 +9,32 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 PUBLIC = {
+    # verification: a draft tree, a method's law, one draw from it
     "DraftTree": "verifier.law",
     "Law": "verifier.law",
     "Verdict": "verifier.law",
     "draw": "verifier.law",
     "expected_length": "verifier.law",
+    "Method": "verifier.methods",
     "METHODS": "verifier.methods",
+    "Relaxation": "verifier.relax",
     "relax": "verifier.relax",
+    # decoding: a pair of models, requests, their completions
+    "load_pair": "runtime.loading",
+    "make_pair": "runtime.loading",
+    "Sampling": "runtime.sampling",
+    "Request": "runtime.completion",
+    "Completion": "runtime.completion",
+    "Engine": "runtime.engine",
     "decode": "runtime.engine",
     "load_bundle": "runtime.bundle",
+    # training: a head under Lightning
+    "HeadModule": "train.module",
+    "HeadOptions": "train.module",
+    "TraceModule": "train.datamodule",
+    "TraceOptions": "train.datamodule",
+    # every command as a function
+    "call": "commands.options",
 }
 
 __all__ = list(PUBLIC)

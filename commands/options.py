@@ -18,7 +18,7 @@ import inspect
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -40,14 +40,23 @@ def parse(function: Callable, args: list[str], name: str) -> dict[str, Any]:
     return read(make_parser(function, name), args, name)
 
 
-def call(function: Callable, **options: Any) -> Any:
-    """Call a command with its options by name, as the command line does."""
+def call(verb: str | Callable, **options: Any) -> Any:
+    """Run a command from Python: `call("gather", out="traces", prompts=64)`.
+
+    verb:    a verb of the command line, or the function behind it.
+    options: those of the command line by name, as Python values; nested options such as `data` are
+             dataclasses or dictionaries.
+    """
+    function = command(verb) if isinstance(verb, str) else verb
     return function(**filled(function, options))
 
 
 def filled(function: Callable, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a command, its groups made of the options that are their fields."""
     arguments = dict(options)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if is_dataclass(parameter.default) and isinstance(arguments.get(name), Mapping):
+            arguments[name] = replace(parameter.default, **arguments[name])
     for name, group in groups(function).items():
         own = [field.name for field in fields(group)]
         chosen = {option: arguments.pop(option) for option in own if option in arguments}

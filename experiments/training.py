@@ -22,7 +22,7 @@ from diversed.data.columns import bytes_per_token
 from diversed.data.traces import Shard, write_manifest, write_shard
 from diversed.train.datamodule import TraceModule, TraceOptions
 from diversed.train.fit import DEFAULTS, quiet
-from diversed.train.module import HeadOptions, VerifierModule
+from diversed.train.module import HeadModule, HeadOptions
 from diversed.verifier.head import FEATURES
 from pytorch_lightning import Callback, Trainer
 
@@ -76,7 +76,7 @@ def _epochs(folder: str, features: str, batch: int, repeats: int) -> list[float]
     clock = _Clock()
     options = TraceOptions(folder, batch, validation=0.0)
     data = TraceModule(options, hidden=features != "logits")
-    model = VerifierModule(HeadOptions(features=features), DRAFT, TARGET)
+    model = HeadModule(HeadOptions(features=features), DRAFT, TARGET)
     told = {"max_epochs": repeats + 1, "enable_checkpointing": False}
     told |= {"enable_progress_bar": False, "callbacks": [clock], "default_root_dir": folder}
     with quiet():

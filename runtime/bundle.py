@@ -137,6 +137,10 @@ class Card:
         features = dict(FEATURES) if self.head.features != "hidden" else {}
         return {"format": FORMAT, **asdict(self), "features": features}
 
+    def __getitem__(self, key: str) -> Any:
+        """An entry of card.json."""
+        return self.to_json()[key]
+
     def name(self, role: str) -> str:
         """Name of the "target" or "draft" model."""
         return self.models[role]["name"]

@@ -18,7 +18,7 @@ from diversed import cli
 from diversed.data.batches import Order
 from diversed.train import fit, head_training
 from diversed.train.losses import OBJECTIVES
-from diversed.train.module import VerifierModule
+from diversed.train.module import HeadModule
 from safetensors.torch import load_file
 
 from .support.traces import synthetic_traces
@@ -129,7 +129,7 @@ def test_two_processes_train_the_head_of_one_and_report_its_figures(head, one, t
 
 def _die_in_the_third_epoch():
     """An epoch has six steps, so there are two checkpoints by then."""
-    original, seen = VerifierModule.training_step, []
+    original, seen = HeadModule.training_step, []
 
     def step(self, *args):
         seen.append(1)
@@ -137,7 +137,7 @@ def _die_in_the_third_epoch():
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *args)
 
-    VerifierModule.training_step = step
+    HeadModule.training_step = step
 
 
 def _only_the_first_may_write():

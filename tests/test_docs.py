@@ -31,3 +31,15 @@ def test_the_method_of_the_page_decodes_by_its_name(tmp_path):
     answer = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert "tokens per target call" in answer.stderr
+
+
+def test_the_notebook_runs_with_the_public_names_alone(tmp_path):
+    script = DOCS.parent / "examples" / "notebook.py"
+    imports = re.findall(r"^(?:from|import) (\S+)", script.read_text(), re.MULTILINE)
+    assert set(imports) == {"sys", "tempfile", "pytorch_lightning", "diversed"}
+    answer = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    rates = re.findall(r"(\d\.\d\d) tokens per target call", answer.stdout)
+    assert len(rates) == 7 and all(1 <= float(rate) <= 6 for rate in rates)
+    assert float(re.search(r"step acceptance (\S+)", answer.stdout).group(1)) > 0.8
+    assert (tmp_path / "bundle/card.json").is_file()

@@ -22,7 +22,7 @@ PACKAGED = [
     for path in sorted(ROOT.glob(pattern))
     if path.is_file() and "__pycache__" not in path.parts
 ]
-SKIPPED = {"tests", "experiments", "build", "dist", "runs", "lightning_logs"}
+SKIPPED = {"tests", "experiments", "build", "dist", "runs", "lightning_logs", "examples"}
 
 # Whom the modules of a folder may import, also inside a function: arrows point downwards only.
 TRAINED = {"verifier", "runtime", "data", "train"}

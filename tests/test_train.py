@@ -17,7 +17,7 @@ from diversed.files import exclusive
 from diversed.train import fit, head_training
 from diversed.train.datamodule import TraceModule, TraceOptions
 from diversed.train.fit import Mean, Sum, schedule
-from diversed.train.module import HeadOptions, VerifierModule
+from diversed.train.module import HeadModule, HeadOptions
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
 from pytorch_lightning import Callback, Trainer, seed_everything
@@ -115,7 +115,7 @@ def test_training_starts_at_the_weight_of_the_traces_and_at_one_half_without_any
     folder = synthetic_traces(tmp_path, prompts=4, samples=2, shards=1, weight=0.2)
     data = TraceModule(TraceOptions(str(folder), validation=0.0))
     data.setup()
-    model = VerifierModule(HeadOptions())
+    model = HeadModule(HeadOptions())
     batch = next(iter(data.train_dataloader()))
     assert torch.equal(torch.sigmoid(model(batch)), torch.full_like(batch["tv"], 0.5))
     model.start_from(*data.sample_inputs())
@@ -315,7 +315,7 @@ def test_a_cluster_brings_its_own_strategy_plugins_and_callbacks(finished, trace
 def test_a_trainer_of_ones_own_trains_the_same_head(finished, traces):
     data = TraceModule(TraceOptions(traces, 4, validation=0.25), hidden=True)
     seed_everything(0, verbose=False)
-    model = VerifierModule(HeadOptions(features="both", width=4, lr=0.01), data.draft_hidden, data.target_hidden)
+    model = HeadModule(HeadOptions(features="both", width=4, lr=0.01), data.draft_hidden, data.target_hidden)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(max_epochs=3, accelerator="cpu", gradient_clip_val=5.0, num_sanity_val_steps=0, **quiet).fit(model, data)
     assert [row["epoch"] for row in model.history] == [1, 2, 3]
@@ -345,13 +345,13 @@ def _die(*_, **__):
 
 
 def _die_at_step(count):
-    original, seen = VerifierModule.training_step, []
+    original, seen = HeadModule.training_step, []
 
     def step(self, *args):
         seen.append(1)
         return original(self, *args) if len(seen) <= count else _die()
 
-    VerifierModule.training_step = step
+    HeadModule.training_step = step
 
 
 def _die_in_checkpoint(number):

@@ -29,7 +29,7 @@ from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, wi
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import build_trainer, fit, quiet, sentences, settle
-from .module import HeadOptions, VerifierModule
+from .module import HeadModule, HeadOptions
 from .record import RECORD
 
 # What changes the result of a run besides the settings of the model and the data.
@@ -64,12 +64,12 @@ def train(
     with quiet(), sentences():
         texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits")
         seed_everything(seed, verbose=False)
-        module = VerifierModule(model, texts.draft_hidden, texts.target_hidden)
+        module = HeadModule(model, texts.draft_hidden, texts.target_hidden)
         return _train(build_trainer(out, **trainer), module, texts, Path(out), threads)
 
 
 def _train(
-    trainer: Trainer, model: VerifierModule, data: TraceModule, folder: Path, threads: int
+    trainer: Trainer, model: HeadModule, data: TraceModule, folder: Path, threads: int
 ) -> Path:
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
     within(1, MOST_THREADS, threads=threads)
@@ -102,7 +102,7 @@ def _train(
     return folder
 
 
-def _settings(trainer: Trainer, model: VerifierModule, data: TraceModule, threads: int) -> dict:
+def _settings(trainer: Trainer, model: HeadModule, data: TraceModule, threads: int) -> dict:
     """Everything the result depends on, as plain data."""
     return {
         **model.settings,
@@ -133,7 +133,7 @@ def _refuse_damaged_result(folder: Path) -> None:
         )
 
 
-def _refuse_too_few(trainer: Trainer, model: VerifierModule, data: TraceModule) -> None:
+def _refuse_too_few(trainer: Trainer, model: HeadModule, data: TraceModule) -> None:
     """ValueError for an objective or a patience that these texts cannot serve."""
     prompt = data.texts.prompt
     if model.objective.compares and len(prompt) == len(prompt.unique()):
@@ -149,7 +149,7 @@ def _refuse_too_few(trainer: Trainer, model: VerifierModule, data: TraceModule) 
         )
 
 
-def _announce(model: VerifierModule, data: TraceModule) -> None:
+def _announce(model: HeadModule, data: TraceModule) -> None:
     texts = data.texts
     tokens, prompts = int(texts.length.sum()), len(texts.prompt.unique())
     print(
@@ -164,7 +164,7 @@ def _announce(model: VerifierModule, data: TraceModule) -> None:
         )
 
 
-def _write_head(folder: Path, model: VerifierModule, data: TraceModule, settings: dict) -> None:
+def _write_head(folder: Path, model: HeadModule, data: TraceModule, settings: dict) -> None:
     """Write head.safetensors, then train.json: its presence says that the run is done."""
     head = model.head.cpu()
     if not all(torch.isfinite(tensor).all() for tensor in head.state_dict().values()):

@@ -75,7 +75,7 @@ class HeadOptions(*own_options()):
         return self.features != "logits"
 
 
-class VerifierModule(Training):
+class HeadModule(Training):
     """A head and an objective for it.
 
     options: see HeadOptions.
