@@ -99,7 +99,9 @@ def fault(values: Any, fields: Mapping[str, Field]) -> str:
 
 
 def unknown(values: Mapping[str, Any], fields: Mapping[str, Field]) -> str:
-    """The first field that is not in the table, with the nearest that is; empty if there is none."""
+    """The first field that is not in the table, with the nearest that is; empty if there is
+    none.
+    """
     names = [name for name in values if name not in fields]
     return f"`{names[0]}` is not a field{nearest(names[0], fields)}" if names else ""
 

@@ -183,7 +183,9 @@ def frames(split: str) -> tuple[tuple[str, ...], ...]:
 
 @cache
 def frequencies(size: int, style: str, skew: float = SKEW) -> tuple[float, ...]:
-    """How often a style uses each of the `size` phrases of a slot, in the listed order; sums to 1."""
+    """How often a style uses each of the `size` phrases of a slot, in the listed order; sums to
+    1.
+    """
     weights = [(rank + 1) ** -skew for rank in range(size)]
     total = sum(weights)
     ordered = weights if style == "target" else weights[::-1]

@@ -1,6 +1,6 @@
 """The options of a command come from its signature; here the words of a command line become them.
 
-    def gather(run: Run, models: Models = Models(), *, samples: int = 4, sampling: Sampling = Sampling())
+    def gather(run: Run, models: Models = Models(), *, samples: int = 4)
 
 A parameter before the `*` is a group: a dataclass whose fields are options without a prefix, as
 `--target`. Its default in the signature gives their defaults. A parameter after the `*` is an
@@ -142,7 +142,9 @@ def take_configs(args: list[str]) -> tuple[list[str], list[settings.File]]:
 
 
 def check_sections(files: list[settings.File], done: Iterable[str]) -> None:
-    """Refuse unknown keys in the sections of other commands: a typo should not wait for its stage."""
+    """Refuse unknown keys in the sections of other commands: a typo should not wait for its
+    stage.
+    """
     for file in files:
         for section, own in file.values.items():
             other = settings.is_section(section, own) and own and section not in done

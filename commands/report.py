@@ -1,4 +1,6 @@
-"""`diversed report RUN [RUN...]`: one HTML page of a run, or of several compared; see `eval.page`."""
+"""`diversed report RUN [RUN...]`: one HTML page of a run, or of several compared; see
+`eval.page`.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
 """`diversed run`: the whole pipeline, gather -> train -> export -> eval, with one configuration and
 one folder.
 
-    OUT/traces/   what `diversed gather` wrote          OUT/bundle/        what `diversed export` wrote
-    OUT/train/    what `diversed train` wrote           OUT/results.jsonl  and frontier.png, by `diversed eval`
-    OUT/report.html   what `diversed report` makes of all of them
-    OUT/round-1/, round-2/, ... and rounds.json in place of traces/ and train/, with --rounds 2 or more
+    OUT/traces/        what `diversed gather` wrote
+    OUT/train/         what `diversed train` wrote
+    OUT/bundle/        what `diversed export` wrote
+    OUT/results.jsonl  and frontier.png, by `diversed eval`
+    OUT/report.html    what `diversed report` makes of all of them
+
+With --rounds 2 or more, OUT/round-1/, round-2/, ... and rounds.json take the place of traces/ and
+train/.
 
 Every stage notices by itself what it has already done, so the same command again continues where it
 stopped. All options of all stages are read before the first one starts: a typo in the last does not
@@ -160,7 +164,9 @@ def _rounds(folder: Path, stages: Stages, most: int, max_drop: float) -> None:
 
 
 def _publish(folder: Path, trust_remote_code: bool) -> None:
-    """The measured figures go on the bundle's card and, with all else that was measured, on a page."""
+    """The measured figures go on the bundle's card and, with all else that was measured, on a
+    page.
+    """
     add_frontier(folder / "bundle", summarise(folder / "results.jsonl"))
     write_page(runs=[str(folder)], trust_remote_code=trust_remote_code)
 
@@ -176,7 +182,9 @@ def _parser() -> ArgumentParser:
 
 
 def _from_files(files: list[settings.File], names: list[str]) -> dict[str, Any]:
-    """What the settings files say: the section `run`, and what every stage takes, under its name."""
+    """What the settings files say: the section `run`, and what every stage takes, under its
+    name.
+    """
     own = [name for name in names if name.split(".")[0] not in DECIDED]
     sections = [replace(file, values={"run": file.values.get("run")}) for file in files]
     values = settings.chosen(sections, "run", own)

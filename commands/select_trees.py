@@ -41,7 +41,8 @@ def select(
     """Label contexts of a task's training prompts, then train a selector for every method.
 
     Args:
-        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3 ms
+        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3
+                   ms
             a call.
     """
     within(2, prompts=texts.prompts)

@@ -114,7 +114,9 @@ def enumerated(
 
 
 def sampled(entry: Method, drafting: str, device: str, seed: int, texts: int = TEXTS) -> float:
-    """p-value of the counts of `texts` drawn texts of three tokens, V = 3, under the target's law."""
+    """p-value of the counts of `texts` drawn texts of three tokens, V = 3, under the target's
+    law.
+    """
     generator = torch.Generator().manual_seed(seed)
     pair = random_pair(3, 3, "random", generator)
     parents = {"chain": chain(2), "paths": paths(2, 2), "with_replacement": full_tree(2, 1)}.get(

@@ -8,9 +8,9 @@ The place of the answer is looked for in this order, thinking marks (`<think>...
 3. the first "answer is", "answer:", "答案是" or the like with a number behind it,
 4. the last line that holds a number.
 
-In a sentence with several numbers, what stands behind the last `=` counts; brackets, steps, ordinals
-and spans of time ("in 2 hours") are asides; an amount of money goes before other numbers; of what is
-left the last number counts.
+In a sentence with several numbers, what stands behind the last `=` counts; brackets, steps,
+ordinals and spans of time ("in 2 hours") are asides; an amount of money goes before other numbers;
+of what is left the last number counts.
 
 A number may have thousands separators, a sign, a currency, an exponent, a power of ten, a fraction
 (`3/4`, `1 1/2`, `\\frac{3}{4}`), a word such as million, and digits of any script.
@@ -49,7 +49,8 @@ OPENED = re.compile(r"\A.*</(?:think|thinking|thought|reasoning)>", re.DOTALL | 
 MARK = re.compile(r"(?<!#)####(?!#)[ \t]*(.*)")
 HEADING = re.compile(r"[\d.]+(?:[.):]|\.?\d*:)[ \t]+[^\W\d]")
 PHRASE = re.compile(
-    r"\b(?:answer|result|total)[ \t]*(?:is|was|equals|=|:|\n)|答案[是为為：:]|答[：:]|ответ[ \t]*[:—–-]?",
+    r"\b(?:answer|result|total)[ \t]*(?:is|was|equals|=|:|\n)"
+    r"|答案[是为為：:]|答[：:]|ответ[ \t]*[:—–-]?",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[^\W_])|[。！？]")
@@ -108,7 +109,9 @@ def readable(reference: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text without thinking, with digits of any script as 0-9 and simple LaTeX as plain text."""
+    """The text without thinking, with digits of any script as 0-9 and simple LaTeX as plain
+    text.
+    """
     text = OPENED.sub("", THINKING.sub("", text))
     text = "".join(map(_character, text))
     for pattern, by in SIMPLE:

@@ -73,9 +73,9 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
     """Token ids of the prompt, at most `max_prompt_tokens`.
 
     Raw prompts get the tokenizer's own special tokens in front and none behind. With `chat` the
-    prompt is one user turn of the tokenizer's chat template, up to the assistant's turn. The longest
-    beginning of the article that fits is kept; ValueError if the prompt without any article is too
-    long.
+    prompt is one user turn of the tokenizer's chat template, up to the assistant's turn. The
+    longest beginning of the article that fits is kept; ValueError if the prompt without any article
+    is too long.
     """
     if chat and not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this one"

@@ -7,7 +7,8 @@ rouge         ROUGE F1 with Porter stemming, as summarisation papers report it. 
 bleu          sacreBLEU of one sentence (exponential smoothing, effective order), divided by 100.
               Its tokenizer is 13a; for references in Chinese it is zh, for other scripts without
               spaces char. BLEU of torchmetrics is 0 if a text shares no 4-gram with its reference.
-pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox (`sandbox`), else 0.
+pass_at_1     1 where the text's program runs and passes the reference's tests in the sandbox
+              (`sandbox`), else 0.
 
 All lie in [0, 1], larger is better. `target_logprob` needs no reference: the mean log-probability,
 in nats a token, that the target gives the text (`mean_log_probability`, from the target's rows: the
@@ -99,7 +100,9 @@ def pass_at_1(text: str, reference: str) -> float:
 
 
 def missing(score: str, reference: str | None) -> str:
-    """What the score needs and the reference does not hold, in words; "" where nothing is missing."""
+    """What the score needs and the reference does not hold, in words; "" where nothing is
+    missing.
+    """
     if score == "final_number" and not readable(reference):
         return "a number that can be read in full, no formula, time, date or ratio,"
     if score.startswith("rouge") and len(words(reference)) < 1 + (score == "rouge2"):

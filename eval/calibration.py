@@ -60,7 +60,9 @@ def drop_test(drops: Sequence[float], limit: float) -> float:
 
 
 def upper_bound(drops: Sequence[float], level: float) -> float:
-    """The smallest limit in [0, 1] that the mean drop is shown to stay below, at `level`; to 1e-6."""
+    """The smallest limit in [0, 1] that the mean drop is shown to stay below, at `level`; to
+    1e-6.
+    """
     drops = numpy.asarray(drops, dtype=numpy.float64)
     low, high = 0.0, 1.0
     while high - low > 1e-6:  # the capital grows with the limit

@@ -7,7 +7,8 @@ logarithms (ensemble:w;blend=logits) stand on the other side of exact decoding, 
 is compared with the faster of both kinds.
 
 The static speed at a learned point's quality is the largest on the line at this quality or a better
-one. If the line nowhere reaches the quality, it is the speed of the line's point of highest quality.
+one. If the line nowhere reaches the quality, it is the speed of the line's point of highest
+quality.
 
 The difference of the learned speed and the static speed is bootstrapped by prompt. All points use
 the same resampled prompts, so the learned point and the line both vary. The verdict is `better` if
@@ -314,7 +315,9 @@ def is_better(low: float, below: float) -> bool:
 
 
 def _gain(tables: dict[str, numpy.ndarray], one: Statement) -> tuple[float, float]:
-    """Quality of the first point, given as code, and what it gains over the static speed of a statement."""
+    """Quality of the first point, given as code, and what it gains over the static speed of a
+    statement.
+    """
     quality, speed, _ = _observed(tables, one.speed)
     return quality, speed - one.static
 

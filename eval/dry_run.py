@@ -67,7 +67,9 @@ def tell(sweep: Sweep) -> None:
 def _seconds(
     sweep: Sweep, records: list[dict[str, Any]], missing: dict[Cell, int]
 ) -> tuple[dict[Cell, float], str]:
-    """Seconds a text of every cell, and where the figure comes from: earlier records, else a probe."""
+    """Seconds a text of every cell, and where the figure comes from: earlier records, else a
+    probe.
+    """
     began: dict[Cell, list[float]] = {}
     for record in records:
         began.setdefault(cell_of(record)._replace(seed=0), []).append(record["seconds"])

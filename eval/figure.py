@@ -56,7 +56,9 @@ class Series:
 
 
 def short_name(row: Row, rows: Sequence[Row]) -> str:
-    """The name of a point among others: its share, its bias, the bundle's name if there are several."""
+    """The name of a point among others: its share, its bias, the bundle's name if there are
+    several.
+    """
     rule = rule_of(row["relaxation"])
     if rule.kind != "learned":
         return rule.label or rule.kind
@@ -91,7 +93,9 @@ def frontier(rows: list[Row], out: str | Path, title: str | None = None) -> Path
 
 
 def frontier_svg(groups: dict[str, list[Row]], speed: str, name: str) -> str:
-    """Quality against a speed for the page: words -> rows that share a marker; name: unique on it."""
+    """Quality against a speed for the page: words -> rows that share a marker; name: unique on
+    it.
+    """
     rows = [row for group in groups.values() for row in group]
     with _style(f"{name} {speed}"):
         figure, axes = _canvas((5.4, 4.1), (0.1, 0.13, 0.87, 0.77), 9)
@@ -147,7 +151,9 @@ def lines_svg(
 
 @contextmanager
 def _style(name: str) -> Iterator[None]:
-    """Text that is text, no formulas in it, the same bytes twice; ids that begin with `name` alone."""
+    """Text that is text, no formulas in it, the same bytes twice; ids that begin with `name`
+    alone.
+    """
     options = {"svg.fonttype": "none", "svg.hashsalt": readable(name), "text.parse_math": False}
     with rc_context(options), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the reader's fonts may have it

@@ -52,8 +52,8 @@ class Grid:
         within(1, draft_length=self.draft_length)
 
     def cells(self) -> list[Cell]:
-        """Every way of decoding once, in the order given. What is wrong with them is said before any
-        model is loaded.
+        """Every way of decoding once, in the order given. What is wrong with them is said before
+        any model is loaded.
         """
         temperatures, lengths = self.temperatures, self.draft_lengths
         temperatures = [self.sampling.temperature] if temperatures is None else temperatures

@@ -94,7 +94,9 @@ def _groups(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """Words -> the rows of one run, temperature and draft length, of which they say what differs."""
+    """Words -> the rows of one run, temperature and draft length, of which they say what
+    differs.
+    """
     names = {"run": "{}", "temperature": "temperature {}", "draft_length": "draft length {}"}
     several = [name for name in names if len({row[name] for row in rows}) > 1]
     found: dict[str, list[Row]] = {}

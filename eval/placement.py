@@ -1,4 +1,6 @@
-"""Labels beside the points of a figure: each lies at the nearest place at which it covers nothing."""
+"""Labels beside the points of a figure: each lies at the nearest place at which it covers
+nothing.
+"""
 
 from __future__ import annotations
 

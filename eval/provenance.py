@@ -1,4 +1,6 @@
-"""Where the numbers of a run come from: models, data, seeds, and a command that measures the same."""
+"""Where the numbers of a run come from: models, data, seeds, and a command that measures the
+same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from .run_data import Run
 
 
 def origins(run: Run) -> dict[str, Any]:
-    """Models, data, seeds and checksums, from the settings and what gathering and training wrote."""
+    """Models, data, seeds and checksums, from the settings and what gathering and training
+    wrote.
+    """
     settings = run.settings
     found = {
         role: f"{settings[role].get('name')} (hash {settings[role].get('hash')})"

@@ -50,8 +50,10 @@ class Run:
     """One folder of results.
 
     name:     distinguishes it from the other runs of a page.
-    rows:     those of `summarise` with `run`, and a 95 % interval by prompt of tokens_per_call and step_acceptance.
-    cards:    relaxation source -> card of its bundle, if the folder holds that very head; folders: their places.
+    rows:     those of `summarise` with `run`, and a 95 % interval by prompt of tokens_per_call and
+              step_acceptance.
+    cards:    relaxation source -> card of its bundle, if the folder holds that very head; folders:
+              their places.
     commands: entries of COMMANDS, [] if no one wrote any down. manifest, training: of traces and
         head, or None.
     """
@@ -148,7 +150,9 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _speed_intervals(records: list[dict[str, Any]]) -> dict[tuple, dict[str, float]]:
-    """point -> the ends of the 95 % intervals of both speeds, prompts resampled with their seeds."""
+    """point -> the ends of the 95 % intervals of both speeds, prompts resampled with their
+    seeds.
+    """
     sums: dict[tuple, dict[int, numpy.ndarray]] = {}
     for record in records:
         values = [[len(record["tokens"]), record["target_calls"]]]

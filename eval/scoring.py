@@ -3,7 +3,8 @@
 With p the target's row, q the draft's and v the relaxed target row at a position (all after
 temperature, top-k, top-p, min-p):
 
-    step acceptance   mean over positions of 1 - TV(q, v): how often one drafted token is kept; no draft length in it
+    step acceptance   mean over positions of 1 - TV(q, v): how often one drafted token is kept; no
+                      draft length in it
     bias              mean over positions of TV(p, v): how often one token is not the target's own
 
 Positions are those of the text, its end-of-text token included and nothing after it.
@@ -33,7 +34,8 @@ class PositionSums:
 
     positions:      tokens of the text, the end-of-text token included.
     acceptance:     sum of 1 - TV(q, v).
-    bias:           sum of TV(p, v), also the expected number of substitutions under the maximal coupling.
+    bias:           sum of TV(p, v), also the expected number of substitutions under the maximal
+                    coupling.
     weight:         sum of the draft's share, None if the relaxation is not a blend.
     target_logprob: log-likelihood of the text under the target, nats; a token that it excludes
         counts as 1e-30.

@@ -1,4 +1,6 @@
-"""results.jsonl -> one row of figures per point; everything that is printed or drawn comes from it."""
+"""results.jsonl -> one row of figures per point; everything that is printed or drawn comes from
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,25 @@ def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, 
 
     results: path of results.jsonl, or its records.
 
-    score, score_low, score_high:  mean and 95 % bootstrap interval over prompts (a prompt's seeds are averaged first)
+    score, score_low, score_high:  mean and 95 % bootstrap interval over prompts (a prompt's seeds
+                                   are averaged first)
     difference, ..._low, ..._high: score minus that of relaxation none, all else equal, paired by
         prompt; or None
-    better, worse, mcnemar:        if scores are 0 or 1, how many prompts this point scores better and worse than
-                                   relaxation none, and the p-value of `intervals.mcnemar`; else None
-    text_p:                        p-value of `intervals.same_texts` against the texts of relaxation none; or None
+    better, worse, mcnemar:        if scores are 0 or 1, how many prompts this point scores better
+                                   and worse than relaxation none, and the p-value of
+                                   `intervals.mcnemar`; else None
+    text_p:                        p-value of `intervals.same_texts` against the texts of relaxation
+                                   none; or None
     step_acceptance, mean_bias, mean_weight: means over all positions; mean_weight None if it is
         not a blend
-    accepted_share:                accepted / drafted tokens, what lies after the end of a text left out
-    tokens_per_call:               tokens per target call, the bonus token and the end-of-text token counted
+    accepted_share:                accepted / drafted tokens, what lies after the end of a text left
+                                   out
+    tokens_per_call:               tokens per target call, the bonus token and the end-of-text token
+                                   counted
     tokens_per_second:             tokens / seconds of decoding, the texts of a batch together
     substitutions:                 expected tokens per text that are not the target's own
-    target_logprob:                mean log-likelihood of a token under the target, nats, each at least log 1e-30
+    target_logprob:                mean log-likelihood of a token under the target, nats, each at
+                                   least log 1e-30
     acceptance_by_depth:           accepted / drafted at depth 1, 2, ...
     """
     records = read_results(results) if isinstance(results, str | Path) else list(results)

@@ -213,7 +213,9 @@ class Sweep:
         self.engines[cell._replace(seed=0)].run({unit.start: request})
 
     def _drop_halves(self) -> None:
-        """Take the lines of half-written units out of this process's file; they are decoded again."""
+        """Take the lines of half-written units out of this process's file; they are decoded
+        again.
+        """
         records = read_results(self.file)
         whole = self._whole(records)
         kept = [record for record in records if self._key(record) in whole]

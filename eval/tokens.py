@@ -38,7 +38,9 @@ FIELDS = ("piece", "target", "draft", "weight", "best", "best_target", "distance
 
 
 def token_numbers(run: Run, texts: int, trust_remote_code: bool = False) -> dict[str, Any] | str:
-    """What TOKENS holds, computed if it is not there; or the sentence that says why it cannot be."""
+    """What TOKENS holds, computed if it is not there; or the sentence that says why it cannot
+    be.
+    """
     if not texts:
         return "The numbers of single tokens were not asked for (--texts 0)."
     row = best_point(run)
@@ -207,7 +209,9 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
 
 
 def _rule(run: Run, relaxation: str) -> Relaxation:
-    """The relaxation, with the very head that was measured: out of the run folder if that holds it."""
+    """The relaxation, with the very head that was measured: out of the run folder if that holds
+    it.
+    """
     rule = rule_of(relaxation)
     place = run.folders.get(rule.source, rule.folder)
     wanted = run.settings["heads"].get(rule.source)

@@ -97,8 +97,9 @@ def generate(
     tokenizer:    needed with `stop_strings` only.
     method:       a key of METHODS.
     bias:         added to the head's logit: larger is faster and further from the target.
-    options:      `input_ids` or `inputs` [B, T] int64, prompts, padded on the left if `attention_mask` is 0 there;
-                  `generation_config`, and its fields. What is neither honoured nor at its default is refused.
+    options:      `input_ids` or `inputs` [B, T] int64, prompts, padded on the left if
+                  `attention_mask` is 0 there; `generation_config`, and its fields. What is neither
+                  honoured nor at its default is refused.
 
     The seeds of the texts come from torch's global generator.
     """

@@ -18,7 +18,8 @@ import torch
 
 ROWS = 8  # of the product that is timed: what a step of a few requests gives a layer
 TURNS = 7
-GAIN = 0.9  # another choice must take at most this share of the time: measurements on a busy machine vary
+# another choice must take at most this share of the time: measurements on a busy machine vary
+GAIN = 0.9
 
 
 def suited(module):

@@ -142,7 +142,9 @@ class Batch:
             side.cache.select(index)
 
     def replace(self, rows: list[int], fresh: Batch) -> None:
-        """Put the rows of `fresh`, not decoded yet, in the place of these rows, which have ended."""
+        """Put the rows of `fresh`, not decoded yet, in the place of these rows, which have
+        ended.
+        """
         index = torch.tensor(rows, device=self.device)
         for row, new in zip(rows, fresh.rows, strict=True):
             self.rows[row] = new
@@ -293,7 +295,9 @@ def prefill(model: Model, tokens: Tensor, cache) -> None:
 
 
 def refuse_nan(rows: Tensor, which: str, prompts: list[int]) -> None:
-    """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a distribution."""
+    """ValueError naming the prompt where a model gave a row [B, ..., V] that is not a
+    distribution.
+    """
     refuse_nan_entries(rows[..., 0], which, prompts)
 
 

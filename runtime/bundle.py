@@ -1,10 +1,13 @@
 """A bundle: one trained head in a folder that can be moved, checked and refused.
 
     head.safetensors     the head's tensors, float32
-    card.json            what it was trained on and for: models, hashes, features, sampling, draft length, figures
-    example.safetensors  a few rows of both models and the head's logit there: replayed at every loading
+    card.json            what it was trained on and for: models, hashes, features, sampling, draft
+                         length, figures
+    example.safetensors  a few rows of both models and the head's logit there: replayed at every
+                         loading
     README.md            the card for people, generated from card.json
-    selector.json, selector.safetensors   what chooses the tree to draw (`runtime.shape_network`); optional
+    selector.json, selector.safetensors   what chooses the tree to draw (`runtime.shape_network`);
+                                          optional
 
 A bundle comes from strangers. It is safetensors and json only, file names are fixed, and shapes are
 compared with the card before any tensor is read. `export.bundle_writer` writes bundles.
@@ -262,7 +265,9 @@ def add_bias(head: WeightHead, bias: float) -> None:
 def read_tensors(
     path: Path, wanted: dict[str, list[int]], wish: str = "card.json describes", remedy: str = AGAIN
 ) -> dict[str, Tensor]:
-    """The float32 tensors of a file, after its header was found to state exactly the wanted shapes."""
+    """The float32 tensors of a file, after its header was found to state exactly the wanted
+    shapes.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -305,7 +310,9 @@ def _replay(folder: Path, head: WeightHead) -> None:
 
 
 def _misfits(card: Card, models: dict[str, Any]) -> str:
-    """What is wrong with using the models in their roles: expected and what came; "" if they fit."""
+    """What is wrong with using the models in their roles: expected and what came; "" if they
+    fit.
+    """
     found = []
     for role, model in models.items():
         expected = card.models[role]

@@ -7,8 +7,9 @@ numbers row by row, and numpy where a whole row of probabilities is needed. With
 target(X_i) / draft(X_i) at the i-th drafted token:
 
     token   h_i = min(1, ratio_1) ... : the path ends at the first i whose next token is refused
-    block   w_i = min(1, w_{i-1} ratio_i),  h_i = Z_i / (Z_i + 1 - w_i) with Z_i = sum max(w_i target - draft, 0), and
-            h_L = w_L: the path ends at the last i that fires with probability h_i
+    block   w_i = min(1, w_{i-1} ratio_i),  h_i = Z_i / (Z_i + 1 - w_i) with Z_i = sum max(w_i
+            target - draft, 0), and h_L = w_L: the path ends at the last i that fires with
+            probability h_i
 
 The two agree unless a uniform lies within rounding of a step of the law's cumulative sum.
 """

@@ -52,9 +52,9 @@ class StepContext:
     """What a step knows before it draws its tree.
 
     state:  what `Selector.update` kept of the step before; zeros for a request without one.
-    rows:   [B, W, V] `rows[:, -1]` is the draft's distribution at the root. With W = 2, `rows[:, 0]`
-            is its distribution one token earlier; it is only meaningful for requests whose previous
-            step stopped at a node that the draft had not evaluated.
+    rows:   [B, W, V] `rows[:, -1]` is the draft's distribution at the root. With W = 2, `rows[:,
+            0]` is its distribution one token earlier; it is only meaningful for requests whose
+            previous step stopped at a node that the draft had not evaluated.
     hidden: [B, W, H] the draft's hidden states there, if the selector looks back.
     length: [B] int64 committed tokens before the root.
     """

@@ -28,7 +28,9 @@ class Request:
 
 
 def check_stop(stop: Sequence[str]) -> None:
-    """ValueError for a stop string that would end every text, or one text given for a list of them."""
+    """ValueError for a stop string that would end every text, or one text given for a list of
+    them.
+    """
     if isinstance(stop, str) or not all(stop):
         raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
 
@@ -79,7 +81,8 @@ class Completion:
 
         new:         tokens it committed, up to the end of the text.
         accepted:    how many of them were drafted.
-        drafted:     depth of every drafted token that the target checked and that does not lie after the end.
+        drafted:     depth of every drafted token that the target checked and that does not lie
+                     after the end.
         depth:       of the deepest tree that a step may grow.
         cost, share: substitutions and the draft's share at the positions from the root on; share is
                      nan where the draft was not run.
@@ -107,7 +110,9 @@ class Completion:
 
     @property
     def tokens_per_target_call(self) -> float:
-        """New tokens per target call, the extra token counted, nothing after the end of the text."""
+        """New tokens per target call, the extra token counted, nothing after the end of the
+        text.
+        """
         return len(self.tokens) / self.target_calls if self.target_calls else 0.0
 
 
@@ -122,7 +127,9 @@ class Stream:
         self.given = 0
 
     def add(self, new: list[int], ended: bool) -> str:
-        """The characters that these tokens make certain; all that are left where they end the text."""
+        """The characters that these tokens make certain; all that are left where they end the
+        text.
+        """
         self.tokens += new
         text = cut(self.tokenizer.decode(self.tokens, skip_special_tokens=True), self.stop)
         if not ended:

@@ -2,10 +2,12 @@
 as arguments.
 
     chain                one child, sampled from the draft's row
-    paths                K i.i.d. chains from one node; equal prefixes stay separate nodes, laws merge them
+    paths                K i.i.d. chains from one node; equal prefixes stay separate nodes, laws
+                         merge them
     with_replacement     M i.i.d. samples at every node
     without_replacement  M distinct tokens: sample, zero it, renormalise, again (Sequoia; Jeon 2024)
-    greedy               the M-1 most likely tokens, plus one sampled from the rest (Hu 2025, arXiv 2502.18779)
+    greedy               the M-1 most likely tokens, plus one sampled from the rest (Hu 2025, arXiv
+                         2502.18779)
 
 Any of them may hang from a trunk of single sampled children (delayed trees, arXiv 2602.16994).
 Trunk nodes have exactly
@@ -72,7 +74,8 @@ def topology(
 
     drafting:     one of the laws above.
     draft_length: tokens on a path below the trunk.
-    branches:     K for paths; for trees M, the children of every node, or a list with one M for each depth.
+    branches:     K for paths; for trees M, the children of every node, or a list with one M for
+                  each depth.
     trunk:        single tokens before the first branching.
     """
     counts = [1] * trunk + _branching(drafting, draft_length, branches)

@@ -62,19 +62,23 @@ def decode(
 
     prompts:        token ids, at least one each.
     method:         a key of METHODS, `package.module:NAME`, or `plain`: the target alone.
-    relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has one for each
-                    prompt; those of one relaxation are decoded together, one relaxation after the other.
+    relaxation:     none, ensemble:0.3, ..., a bundle folder; see `verifier.relax.parse`. A list has
+                    one for each prompt; those of one relaxation are decoded together, one
+                    relaxation after the other.
     draft_length:   tokens on a drafted path.
     branches, trunk: shape of the tree, see `drafting.topology` and `default_branches`; a text such
                     as `auto` or `3x4+2` names what chooses the shape at each step, see `choosers`.
-    drafting:       how the tree is drawn, where a method is exact for several laws; by default its own.
+    drafting:       how the tree is drawn, where a method is exact for several laws; by default its
+                    own.
     relax_leaf:     run the draft on the leaves too and relax there.
     stop:           strings that end a text; they are cut off.
-    seeds:          one for each prompt; a request's random numbers depend on its seed and position alone.
+    seeds:          one for each prompt; a request's random numbers depend on its seed and position
+                    alone.
     batch:          prompts decoded together; where one ends the next begins.
-    compile:        compile the steps with torch.compile, which takes a minute for every batch size and tree.
-    on_step:        called with (index of the prompt, its new tokens, whether they end its text) as they are committed;
-                    `completion.Stream` makes text of them.
+    compile:        compile the steps with torch.compile, which takes a minute for every batch size
+                    and tree.
+    on_step:        called with (index of the prompt, its new tokens, whether they end its text) as
+                    they are committed; `completion.Stream` makes text of them.
     """
     seeds = list(range(len(prompts))) if seeds is None else seeds
     within(1, max_new_tokens=max_new_tokens, batch=batch)
@@ -140,7 +144,9 @@ class Engine(Setup):
             )
 
     def check(self, index: int, request: Request) -> None:
-        """Refuse a request whose prompt, text and a tree beyond it do not fit; see `check_prompts`."""
+        """Refuse a request whose prompt, text and a tree beyond it do not fit; see
+        `check_prompts`.
+        """
         check_prompts(self.pair, {index: request.tokens}, request.new_tokens + self.depth)
 
     @torch.inference_mode()  # a seventh less time at batch 1 on a CPU than without gradients alone

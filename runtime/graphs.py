@@ -220,7 +220,9 @@ class StaticState:
         return self.steps[shape]
 
     def load(self, rows: list[int], fresh: Batch) -> None:
-        """Put the requests of `fresh`, prefilled and not decoded yet, in the place of these rows."""
+        """Put the requests of `fresh`, prefilled and not decoded yet, in the place of these
+        rows.
+        """
         requests = [row.request for row in fresh.rows]
         values = {
             self.length: [row.length for row in fresh.rows],

@@ -109,7 +109,9 @@ def _end_tokens(module, tokenizer) -> tuple[int, ...]:
 
 
 def split_name(name: str) -> tuple[str, dict]:
-    """A model's name -> (folder or hub name, keyword arguments that transformers needs to read it)."""
+    """A model's name -> (folder or hub name, keyword arguments that transformers needs to read
+    it).
+    """
     if name in PACKAGED:
         return str(Path(__file__).parent.parent / "assets" / "pair" / PACKAGED[name]), {}
     if name.endswith(".gguf"):
@@ -216,7 +218,7 @@ def _refuse_other_tensors(name: str, module, report: dict) -> None:
     if faults:
         hint = "give a whole checkpoint of a causal language model"
         if HEAD_OF_A_TARGET.search(kind):
-            hint = "this is a draft head that reads its target's hidden states; give a whole draft model"
+            hint = "this is a draft head that reads its target's hidden states; give a whole model"
         raise ValueError(f"the checkpoint {name} ({kind}) {' and '.join(faults)}; {hint}")
 
 
@@ -283,7 +285,8 @@ def _merged(folder: str, base: str, module):
 
 
 def _untie(module) -> None:
-    """Give the output layer weights of its own, so that an adapter on it leaves the embedding alone.
+    """Give the output layer weights of its own, so that an adapter on it leaves the embedding
+    alone.
 
     A merge into tied weights would change both layers, which the adapter was not trained for.
     """

@@ -93,8 +93,8 @@ class Model:
         tokens:    [B, Q] int64.
         positions: [B, Q] int64, position of each token in its text; None where it is the number of
             its slot.
-        visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included; None where these are its
-                   own slot and all before it.
+        visible:   [B, Q, start + Q] bool, the slots that each token sees, itself included; None
+                   where these are its own slot and all before it.
         start:     first slot written.
         hidden:    also return the last hidden states.
         last_only: logits of the last token alone, [B, 1, V]: a prefill needs none. Hidden states of
@@ -174,7 +174,8 @@ class Model:
         negative number.
 
         A bool mask is silently wrong with eager attention.
-        seen: [B, start + Q] position of the token in each slot, where layers see only a window of tokens back.
+        seen: [B, start + Q] position of the token in each slot, where layers see only a window of
+              tokens back.
         """
         if visible is None and count == 1 and self.lean and not self.window:
             return dict.fromkeys(self.kinds)  # a single token that sees every slot needs no mask

@@ -1,10 +1,10 @@
 """A look at a model before it is used: does it give a row the same logits in a batch as alone?
 
 Rows of a batch have different lengths, their slots in the cache lie apart, and the nodes of a tree
-see only their own path. A model is decoded right only if its logits depend on the tokens that a node
-sees and on their positions, and on nothing else. Families whose attention counts slots (ALiBi, local
-layers), that look ahead, need an encoder, or ignore masks do not. The probe finds them by their
-logits, whatever their name.
+see only their own path. A model is decoded right only if its logits depend on the tokens that a
+node sees and on their positions, and on nothing else. Families whose attention counts slots (ALiBi,
+local layers), that look ahead, need an encoder, or ignore masks do not. The probe finds them by
+their logits, whatever their name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MOST_GAP = 4096
 # Largest difference of two logits that rounding explains, in standard deviations of the logits.
 ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-2}
 HALF = 0.15
-# Rounding may send a token to another expert; a fault of the kind that is looked for moves most rows.
+# Rounding may send a token to another expert. A fault of the kind that is looked for moves most
+# rows.
 FEW = 0.25
 
 
@@ -56,14 +57,16 @@ def probe(model: Model) -> None:
     if not (off <= allowed).float().mean() >= 1 - FEW:
         raise ValueError(
             f"{model.name} ({kind}) cannot be decoded here: in a batch of rows of different lengths"
-            f" its logits differ from those of each row alone by up to {float(off.max()):.2g} standard"
-            " deviations, because its attention counts slots, looks ahead or ignores the mask; use a"
-            " model of another family"
+            " its logits differ from those of each row alone by up to"
+            f" {float(off.max()):.2g} standard deviations, because its attention counts slots,"
+            " looks ahead or ignores the mask; use a model of another family"
         )
 
 
 def _together(model: Model, texts: list[Tensor], nodes: Tensor) -> Tensor:
-    """[2, 3, V] logits at a chain of two nodes and a sibling of the second, far behind the texts."""
+    """[2, 3, V] logits at a chain of two nodes and a sibling of the second, far behind the
+    texts.
+    """
     device, longest = model.device, max(LENGTHS)
     start = longest + _gap(model)
     cache = model.cache(start + 3)

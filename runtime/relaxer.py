@@ -36,7 +36,8 @@ class Relaxed:
     """What became of a tree.
 
     tree:   the tree, its target rows relaxed; the very same object if the rule is `none`.
-    weight: [B, N] float32, the draft's share at each node: 0 where the budget left the target's row,
+    weight: [B, N] float32, the draft's share at each node: 0 where the budget left the target's
+            row,
         NaN where the draft was not run, and everywhere if the rule is no blend.
     cost:   [B, N] float64, expected substitutions of the token that follows each node.
     """
@@ -169,7 +170,8 @@ def _checked(function: Callable, source: str) -> Callable:
             if isinstance(found, Tensor):
                 got = f"{list(found.shape)}, {found.min():.3g} to {found.max():.3g}"
             raise ValueError(
-                f"the weight function {source} must return weights {list(shape)} in [0, 1], got {got}"
+                f"the weight function {source} must return weights {list(shape)} in [0, 1], got"
+                f" {got}"
             )
         return found
 

@@ -134,7 +134,9 @@ class Side:
         return Output(out.logits.to(self.device), states)
 
     def keep(self, place: Place, path: Tensor, reach: Tensor) -> None:
-        """Copy the nodes on `path` [B, L + 1] to the slots behind the root, as far as `reach` [B]."""
+        """Copy the nodes on `path` [B, L + 1] to the slots behind the root, as far as `reach`
+        [B].
+        """
         step = torch.arange(1, path.shape[1], device=path.device)
         to = place.length.unsqueeze(1) + step
         source = torch.where(

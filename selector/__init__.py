@@ -1,1 +1,3 @@
-"""What tree to draft before each step: labels, training and latencies of the network that chooses."""
+"""What tree to draft before each step: labels, training and latencies of the network that
+chooses.
+"""

@@ -1,4 +1,6 @@
-"""Labelled contexts as a chooser sees them: features, tokens per step and seconds of every shape."""
+"""Labelled contexts as a chooser sees them: features, tokens per step and seconds of every
+shape.
+"""
 
 from __future__ import annotations
 

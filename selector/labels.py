@@ -292,7 +292,9 @@ class _Run:
 
 
 def _chains(tree: DraftTree, supertree: Supertree, shape: Shape, coupled: bool) -> Tensor:
-    """[R] tokens per step of a chain, the mean over the rollouts of the root that are long enough."""
+    """[R] tokens per step of a chain, the mean over the rollouts of the root that are long
+    enough.
+    """
     found = []
     for first in range(supertree.most):
         if (0, first, shape.length) in supertree.node:

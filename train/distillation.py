@@ -1,4 +1,5 @@
-"""`diversed distill`: a draft is fine-tuned to its target. A learned head has to beat this baseline.
+"""`diversed distill`: a draft is fine-tuned to its target. A learned head has to beat this
+                       baseline.
 
 The target samples texts of the task (`gather` with relaxation none), and the draft's rows are drawn
 towards the target's on them: DistillSpec (Zhou 2023, arXiv 2310.08461) on the target's texts. The

@@ -263,7 +263,9 @@ class _WholeFiles(TorchCheckpointIO):
 
 
 class _EpochEnd(ModelCheckpoint):
-    """After every epoch: a checkpoint in place of the last one, metrics.csv, a line for the reader."""
+    """After every epoch: a checkpoint in place of the last one, metrics.csv, a line for the
+    reader.
+    """
 
     def __init__(self, out: Path):
         super().__init__(

@@ -1,7 +1,8 @@
 """What training maximises, as pure functions of the scalars a trace stores (DIVERSED, arXiv
 2604.07622, section 3).
 
-    E over texts drawn from the blend of [reward]  +  lambda * mean over positions of (1 - TV(draft, blend))
+    E over texts drawn from the blend of [reward]  +  lambda * mean over positions of (1 - TV(draft,
+    blend))
 
 For the blend v = (1 - w) p + w q all of it is known from p(token), q(token) and TV(p, q) at each
 position:

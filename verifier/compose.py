@@ -1,7 +1,9 @@
 """Vertical compositions: a plan for the children of one node becomes the law of a whole tree.
 
-top_down(plan)      every level on its own: walk down, child j with probability P[j], stop with probability sum(r).
-conditional(plan)   levels are coupled: the mass of a child is P[j] / (1 - sum of P[i] over earlier children); then,
+top_down(plan)      every level on its own: walk down, child j with probability P[j], stop with
+                                            probability sum(r).
+conditional(plan)   levels are coupled: the mass of a child is P[j] / (1 - sum of P[i] over earlier
+                                        children); then,
                     children before their parent, each node fires with probability sum(r) / (sum(r)
                     + null), a leaf with its mass. The first node to fire is where the path ends.
                     (Sun 2025; Weng 2025, arXiv 2505.12398.)
@@ -75,7 +77,8 @@ class Family:
     """n nodes of one level with M children each; node N stands for "no child here".
 
     ids:      n node numbers.
-    nodes:    the same as an index, a slice where they are evenly spaced: a view instead of a copy of their rows.
+    nodes:    the same as an index, a slice where they are evenly spaced: a view instead of a copy
+              of their rows.
     children: [B or 1, n, M] int64, in drawing order.
     homes:    like `children`, each child replaced by the first node with the same prefix.
     tokens:   [B, n, M] int64, -1 where absent.
@@ -90,7 +93,9 @@ class Family:
 
 @dataclass(frozen=True)
 class _Walk:
-    """What the plans said: per family accept [B, n, M]; emit and null [B, N + 1]; next [B, N, V]."""
+    """What the plans said: per family accept [B, n, M]; emit and null [B, N + 1]; next [B, N,
+    V].
+    """
 
     families: list[Family]
     accept: list[Tensor]

@@ -7,9 +7,10 @@ sigmoid(w . x + b). It starts at weight 1/2 everywhere. `weight` is the DRAFT's 
 the paper writes the target's, one minus ours.
 
 `features` says what the head sees:
-    hidden  the last hidden states (after the final norm) of draft and target at the context, as in the paper
-    logits  `FEATURES`, numbers computed from the two rows of probabilities: no hidden state is needed, so the
-            head moves between engines
+    hidden  the last hidden states (after the final norm) of draft and target at the context, as in
+            the paper
+    logits  `FEATURES`, numbers computed from the two rows of probabilities: no hidden state is
+            needed, so the head moves between engines
     both    the two side by side
 """
 

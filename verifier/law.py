@@ -23,10 +23,13 @@ from .tree import on_device, topology
 class DraftTree:
     """Drafted tokens and the rows of both models at every node.
 
-    tokens:  [B, N] int64; node 0 is the root, the last committed token; -1 where a row lacks that child.
+    tokens:  [B, N] int64; node 0 is the root, the last committed token; -1 where a row lacks that
+             child.
     parents: N ints shared by the batch; parents[0] == -1 and parents[i] < i.
-    draft:   [B, N, V] probabilities of the draft model at each node; all-zero rows where the draft was not run.
-    target:  [B, N, V] probabilities of the target model at each node; all-zero rows where the target was not run.
+    draft:   [B, N, V] probabilities of the draft model at each node; all-zero rows where the draft
+             was not run.
+    target:  [B, N, V] probabilities of the target model at each node; all-zero rows where the
+             target was not run.
     pruned:  [B, N] bool or None; nodes that were drafted but whose target row was never computed.
 
     K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge

@@ -25,12 +25,14 @@ DRAFTINGS = ("chain", "paths", "with_replacement", "without_replacement", "greed
 class Method:
     """A law and the way its tree must be drawn.
 
-    law:       what is given: any function from a tree to its law. What is kept: the same, after `validate`.
+    law:       what is given: any function from a tree to its law. What is kept: the same, after
+               `validate`.
     drafting:  the drafting law it is used with, one of DRAFTINGS.
     exact_for: all drafting laws it is exact for; a delayed tree counts as the law below its trunk.
-    on_chain:  "token" or "block": the one of these two that the method is on a chain; "" if it is neither.
-    kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument; None where a method
-               has none.
+    on_chain:  "token" or "block": the one of these two that the method is on a chain; "" if it is
+               neither.
+    kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument;
+               None where a method has none.
     unchecked: the law without validation, which waits for no device; for loops whose rows are known
         to be sound.
     """

@@ -5,8 +5,10 @@ block verification.
 +inf, 0/0 as 0. 2. From the branch, step to the drafted child of highest rank and keep the paths
 that share it, down to full depth. 3. The selected path has a law of its own. With theta = 0 at the
 branch and F the draft's cumulative sum in rank order,
-       u = theta + (1 - theta) F(<t),  v = theta + (1 - theta) F(<=t),  S(a, b) = sum over i < K of a^i b^(K-1-i),
-       selected(t) = draft(t) S(v, u) / S(1, theta),   theta of the child = u / v at the token taken.
+       u = theta + (1 - theta) F(<t),  v = theta + (1 - theta) F(<=t),  S(a, b) = sum over i < K of
+       a^i b^(K-1-i),
+       selected(t) = draft(t) S(v, u) / S(1, theta),   theta of the child = u / v at the token
+       taken.
    No difference of K-th powers appears, so float32 keeps 5e-7 at K = 8.
 4. Block verification on that path with `selected` in place of `draft`.
 
@@ -153,7 +155,9 @@ def _select(tree: DraftTree, trunk: tuple[int, ...], paths: tuple[tuple[int, ...
 
 
 def _power_sum(a: Tensor, b: Tensor, count: Tensor | int, most: int) -> Tensor:
-    """Sum over i < count of a^i b^(count-1-i), by Horner; `count` broadcasts and is at most `most`."""
+    """Sum over i < count of a^i b^(count-1-i), by Horner; `count` broadcasts and is at most
+    `most`.
+    """
     total = torch.ones_like(a)
     power = torch.ones_like(b)
     for step in range(1, most):

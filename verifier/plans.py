@@ -34,8 +34,8 @@ class Share:
     accept: [B, n, M] mass given to each child; 0 for an absent child.
     emit:   [B, n] mass emitted at the node itself.
     null:   [B, n] mass of "not accepted after all".
-    rest:   [B, n, V] what is emitted, as rows of any scale; a zero row stands for the target's own. A new tensor, never
-            an input.
+    rest:   [B, n, V] what is emitted, as rows of any scale; a zero row stands for the target's own.
+            A new tensor, never an input.
     total:  [B, n] sums of `rest`.
     """
 
@@ -212,7 +212,9 @@ def _recursive(target: Tensor, draft: Tensor, mass: Tensor, tokens: Tensor, shri
 
 
 def first_of_equals(tokens: Tensor) -> Tensor:
-    """[..., M] bool: True where a present token is the first of its kind among `tokens` [..., M]."""
+    """[..., M] bool: True where a present token is the first of its kind among `tokens` [...,
+    M].
+    """
     earlier = torch.ones(
         tokens.shape[-1], tokens.shape[-1], dtype=torch.bool, device=tokens.device
     ).tril(-1)

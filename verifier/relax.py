@@ -2,14 +2,19 @@
 that row.
 
     none              the target's own row
-    ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers write 1 - w)
-    learned           the same with a weight per node, computed by a head (DIVERSED, arXiv 2604.07622);
-                      also written as a bundle folder, or as package.module:NAME
-    lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)  (Leviathan 2023)
-    cascade-opt:a     the draft's row unless it is too unsure, then the target's; also cascade-diff:a,
+    ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers
+                      write 1 - w)
+    learned           the same with a weight per node, computed by a head (DIVERSED, arXiv
+                      2604.07622); also written as a bundle folder, or as package.module:NAME
+    lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)
+                      (Leviathan 2023)
+    cascade-opt:a     the draft's row unless it is too unsure, then the target's; also
+                      cascade-diff:a,
                       cascade-chow:a  (Narasimhan 2024, arXiv 2405.19261)
-    cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the target
-    typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread by the target
+    cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the
+                      target
+    typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread
+                      by the target
 
 `;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the
 paper's code does. A bundle's card says which blend its head was trained for, so a bundle needs no
@@ -66,7 +71,8 @@ class Relaxation:
     bias:       added to the logit of the weight where it is computed, or None.
     budget:     largest sum of substitutions along a text, or None.
     source:     for "learned": a bundle folder or `package.module:NAME`, else "".
-    blend:      of ensemble and learned: "probabilities" or "logits"; "" if the string names a bundle
+    blend:      of ensemble and learned: "probabilities" or "logits"; "" if the string names a
+                bundle
         and leaves it to the card.
     """
 
@@ -281,7 +287,9 @@ def ensemble_rows(target: Tensor, draft: Tensor, weight: float) -> Tensor:
 
 
 def geometric_rows(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """target^(1-w) draft^w, normalised; weight [..., 1]. A probability below 1e-30 counts as 1e-30."""
+    """target^(1-w) draft^w, normalised; weight [..., 1]. A probability below 1e-30 counts as
+    1e-30.
+    """
     return torch.lerp(target.clamp_min(1e-30).log(), draft.clamp_min(1e-30).log(), weight).softmax(
         -1
     )

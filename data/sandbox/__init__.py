@@ -3,23 +3,26 @@ interpreter starts?
 
 A program gets one process with one thread. It keeps from the kernel only what computing needs:
 
-seccomp   a list of allowed system calls (`data.sandbox.child`). None of them starts a process or a thread, sends a
-          signal, opens a socket, writes, makes or deletes a file, waits, traces, mounts, or changes a limit. So there
-          are no fork bombs, no grandchildren, no network, no folder to clean up. Without seccomp nothing runs.
-landlock  (Linux 5.13, where it is switched on) of all files only Python's standard library and the system's libraries
-          can be read; names and sizes of others stay visible. Without it a program can read what the user can, other
-          processes' environments included, with one bit to tell it by, its score: a note says so once on stderr.
-rlimits   CPU seconds, 1 GiB of address space, 0 bytes in files, 64 open files, no core. Processes need no limit.
-the rest  no new privileges, a session of its own, an empty environment, no standard input, output thrown away; killed
-          when the thread that started it ends, and when it tells more than a token. As nothing can
-          wait, CPU time ends every program, however busy the machine; a wall clock ten times as
-          long is there for what nobody thought of.
+seccomp   a list of allowed system calls (`data.sandbox.child`). None of them starts a process or a
+          thread, sends a signal, opens a socket, writes, makes or deletes a file, waits, traces,
+          mounts, or changes a limit. So there are no fork bombs, no grandchildren, no network, no
+          folder to clean up. Without seccomp nothing runs.
+landlock  (Linux 5.13, where it is switched on) of all files only Python's standard library and the
+          system's libraries can be read; names and sizes of others stay visible. Without it a
+          program can read what the user can, other processes' environments included, with one bit
+          to tell it by, its score: a note says so once on stderr.
+rlimits   CPU seconds, 1 GiB of address space, 0 bytes in files, 64 open files, no core. Processes
+          need no limit.
+the rest  no new privileges, a session of its own, an empty environment, no standard input, output
+          thrown away; killed when the thread that started it ends, and when it tells more than a
+          token. As nothing can wait, CPU time ends every program, however busy the machine; a wall
+          clock ten times as long is there for what nobody thought of.
 
 A second process of the same kind is the judge: it holds the tests and a random token, which it
 returns if they pass. It asks the program's process to call its functions, over two pipes
-(`data.sandbox.talk`). Plain values go over as copies of the exact builtin types, so an answer cannot
-bring methods with it. The program has no tests, no token, no expected value and no frame of the
-judge to look at; the judge has builtins and modules of its own. So no program passes by leaving
+(`data.sandbox.talk`). Plain values go over as copies of the exact builtin types, so an answer
+cannot bring methods with it. The program has no tests, no token, no expected value and no frame of
+the judge to look at; the judge has builtins and modules of its own. So no program passes by leaving
 early, printing, patching or searching.
 
 What a judge cannot exclude: a program that has the right answers to these very tests by heart; and
@@ -45,9 +48,12 @@ from pathlib import Path
 
 CHILD = Path(__file__).with_name("child.py")
 READY, VISIBLE = b"ready", b"ready, files are visible"
-SECONDS = 10  # of CPU time; of the reference solutions of MBPP and HumanEval the slowest takes 2 to 5, the next 0.05
+# of CPU time; of the reference solutions of MBPP and HumanEval the slowest takes 2 to 5, the next
+# 0.05
+SECONDS = 10
 STUCK = 2.0  # seconds in which both processes wait and neither computes
-MOST = 4096  # bytes of an answer: a line, the token, or the end of a traceback from a child that could not begin
+# bytes of an answer: a line, the token, or the end of a traceback from a child that could not begin
+MOST = 4096
 
 
 def passes(program: str, tests: str, seconds: int = SECONDS) -> bool:
@@ -60,7 +66,9 @@ def passes(program: str, tests: str, seconds: int = SECONDS) -> bool:
 
 @cache
 def check() -> None:
-    """OSError where programs cannot be confined here; a note on stderr where they can read files."""
+    """OSError where programs cannot be confined here; a note on stderr where they can read
+    files.
+    """
     if sys.platform != "linux":
         raise OSError(
             f"running model-written code needs Linux, this is {sys.platform}; use data.score"

@@ -38,9 +38,10 @@ NAMES = ("token", "block", "greedy_tree", "univer", "rrsw", "traversal")
 class Verified:
     """What one call of a kernel says.
 
-    verdict:       node [B] and token [B]; both -1 for a request whose numbers are unsound: a NaN or +inf logit at a
-                   present node, a target row without a finite logit, a weight outside [0, 1], a token >= V. Look at it
-                   where the verdict is read anyway, so that nothing else waits for the device.
+    verdict:       node [B] and token [B]; both -1 for a request whose numbers are unsound: a NaN or
+                   +inf logit at a present node, a target row without a finite logit, a weight
+                   outside [0, 1], a token >= V. Look at it where the verdict is read anyway, so
+                   that nothing else waits for the device.
     accepted:      [B] int64 accepted tokens, without the extra token; -1 as above.
     substitutions: [B, N] float32, weight * TV(target, draft) at every node of the accepted path; it
                    comes at no further pass, except for `token`, which reads nodes with a weight
@@ -66,11 +67,14 @@ def verify(
 ) -> Verified:
     """The verdict of `method`, one of NAMES, on a drafted tree.
 
-    target:      [B, N, V] logits, float32, bfloat16 or float16; rows may be apart, entries of a row may not.
-    draft:       [B, D, V] logits at the first D <= N nodes; a row of -inf alone, or of a node from D on, was not run.
+    target:      [B, N, V] logits, float32, bfloat16 or float16; rows may be apart, entries of a row
+                 may not.
+    draft:       [B, D, V] logits at the first D <= N nodes; a row of -inf alone, or of a node from
+                 D on, was not run.
     tokens:      [B, N] int64, -1 where a row lacks that child; node 0 is the root.
     parents:     N ints, as in `DraftTree`.
-    weight:      [B, N] the draft's share at every node, 0 for exact verification; 0 anyway where the draft was not run.
+    weight:      [B, N] the draft's share at every node, 0 for exact verification; 0 anyway where
+                 the draft was not run.
     uniform:     [B, 2] in [0, 1).
     temperature: divides the logits; 0 takes the most likely token, the lowest id of a tie, at one
         more pass of torch.

@@ -1,10 +1,12 @@
 """Token and block verification of a chain, from logits (laws: plans.rejection, top-down and
 conditional).
 
-    token    2 passes over V: `normalise` of all nodes, `residual` of the stopping node alone, for acceptance is a ratio
-             of gathered entries. Nodes of the accepted path with a share of the draft are read too, for what they cost.
-    block    2 passes over V of all nodes but the last: the mass of every node is known from gathers, so that all
-             residual masses are one parallel pass.
+    token    2 passes over V: `normalise` of all nodes, `residual` of the stopping node alone, for
+                              acceptance is a ratio
+             of gathered entries. Nodes of the accepted path with a share of the draft are read too,
+             for what they cost.
+    block    2 passes over V of all nodes but the last: the mass of every node is known from
+             gathers, so that all residual masses are one parallel pass.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def cut(logits: Tensor, kept: Tensor) -> Tensor:
     False everywhere.
 
     logits: [..., V] as the kernel is given them.
-    kept:   [..., V] bool; for a sampling, `probabilities(logits, sampling) > 0`: what that costs, and four passes.
+    kept:   [..., V] bool; for a sampling, `probabilities(logits, sampling) > 0`: what that costs,
+            and four passes.
     """
     logits = logits.float()
     edge = logits.masked_fill(kept, -torch.inf).amax(-1, keepdim=True)

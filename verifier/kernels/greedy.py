@@ -1,9 +1,10 @@
 """Trees of fixed children and one sampled last child, from logits (law: plans.greedy_transport).
 
-    greedy_tree   2 passes over V of every node with children, 1 of the leaves: `normalise`, which also sums the draft's
-                  row off the fixed children, and `residual`, for all nodes at once.
-    univer        the same two passes; the second goes level by level, because the mass that arrives at a child is known
-                  once its parent's residual is.
+    greedy_tree   2 passes over V of every node with children, 1 of the leaves: `normalise`, which
+                  also sums the draft's row off the fixed children, and `residual`, for all nodes at
+                  once.
+    univer        the same two passes; the second goes level by level, because the mass that arrives
+                  at a child is known once its parent's residual is.
 
 A leaf with a share of the draft is read twice too, for what it costs.
 """

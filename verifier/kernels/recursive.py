@@ -4,9 +4,11 @@ After some children the residual off the children is max(mass v - step q, 0) wit
 that each of them made larger; so a turn costs one pass and writes no row. At the children, where
 the shrinking row differs from q by more than a factor, the wanted mass is kept as numbers (WANTED).
 
-    rrsw         1 + M passes over V of a node with M children, 1 of a leaf: `normalise`, which also sums the draft's
-                 row off the children, and `residual` once a child, for all nodes at once.
-    traversal    the same passes, level by level, because the mass of a child is known once its parent is done.
+    rrsw         1 + M passes over V of a node with M children, 1 of a leaf: `normalise`, which also
+                 sums the draft's row off the children, and `residual` once a child, for all nodes
+                 at once.
+    traversal    the same passes, level by level, because the mass of a child is known once its
+                 parent is done.
 
 Siblings are taken as they are: equal prefixes of K i.i.d. paths are not merged as the laws merge
 them, a sibling that repeats an earlier one is skipped. That is exact for the target too, and

@@ -4,8 +4,10 @@ A row is cut into T tiles of TILE tokens and every tile of every row is one prog
 a GPU, each program has all its loads in flight at once, and the partial results (20 bytes a tile)
 fit in one vector. Passes:
 
-    normalise   reads both rows of every node once; per tile the largest logit and the sum of exp below it
-    residual    reads both rows again; per tile the sum of max(mass v - step q, 0), with v = (1 - share) p + share q
+    normalise   reads both rows of every node once; per tile the largest logit and the sum of exp
+                below it
+    residual    reads both rows again; per tile the sum of max(mass v - step q, 0), with v = (1 -
+                share) p + share q
     select      reads one tile of the one node that the verdict names
 
 Numbers of a node live in `state` [FIELDS, B, N] float32, those of a child in the column of the
@@ -219,7 +221,8 @@ def residual(
     turn:  0, or which child's pass this is; nodes with no more children than that are not read.
     costs: [B, N, T] share |p - q| / 2, written in turn 0 (it needs no further pass); only nodes
         with a share cost.
-    PATH:  a chain whose path ends at `stop` [B]: that node is read, those before it if they have a share, no others.
+    PATH:  a chain whose path ends at `stop` [B]: that node is read, those before it if they have a
+           share, no others.
     """
     tile, place = tl.program_id(0) % T, tl.program_id(0) // T
     b, n = place // count, tl.load(nodes + place % count)
