@@ -139,7 +139,7 @@ MISTAKES = {
         ),
     ],
     "the lenient rule keeps what plain verification keeps": [
-        ("relax", "kept = torch.minimum(draft, target / leniency)", "kept = torch.minimum(draft, target)"),
+        ("rules", "kept = torch.minimum(draft, target / leniency)", "kept = torch.minimum(draft, target)"),
     ],
     "the budget is charged once a block": [
         ("relax", "wanted = used[:, above] + cost[:, nodes]", "wanted = start.unsqueeze(-1) + cost[:, nodes]"),

@@ -2,19 +2,9 @@
 that row.
 
     none              the target's own row
-    ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers
-                      write 1 - w)
+    ensemble:w        (1-w) target + w draft, and the other rules without training: see `rules`
     learned           the same with a weight per node, computed by a head (DIVERSED, arXiv
                       2604.07622); also written as a bundle folder, or as package.module:NAME
-    lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)
-                      (Leviathan 2023)
-    cascade-opt:a     the draft's row unless it is too unsure, then the target's; also
-                      cascade-diff:a,
-                      cascade-chow:a  (Narasimhan 2024, arXiv 2405.19261)
-    cascade-token:a   the draft's mass kept where target >= (1-a) max target, the rest spread by the
-                      target
-    typical:e,d       the draft's mass kept where target >= min(e, d exp(-entropy)), the rest spread
-                      by the target
 
 `;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the
 paper's code does. A bundle's card says which blend its head was trained for, so a bundle needs no
@@ -49,7 +39,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +48,7 @@ from torch import Tensor
 
 from ..files import close_to
 from .law import DraftTree
+from .rules import RULES, geometric_rows
 from .tree import on_device, topology
 
 
@@ -211,11 +201,11 @@ def relax(
             share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
         return replace(tree, target=torch.lerp(tree.target, tree.draft, share.unsqueeze(-1)))
     wide = torch.promote_types(tree.target.dtype, torch.float32)
-    rows = (
-        RULES[rule.name]
-        .rows(tree.target.to(wide), tree.draft.to(wide), *rule.parameters)
-        .to(tree.target.dtype)
+    target, draft = tree.target.to(wide), tree.draft.to(wide)
+    rows = RULES[rule.name].rows(
+        target, draft, *rule.parameters, believed_target=target, believed_draft=draft
     )
+    rows = rows.to(tree.target.dtype)
     return _within_budget(tree, rows, drafted, rule, spent)
 
 
@@ -281,84 +271,6 @@ def parse(text: str, recorded: bool = False) -> Relaxation:
     return rule
 
 
-def ensemble_rows(target: Tensor, draft: Tensor, weight: float) -> Tensor:
-    """(1-w) target + w draft."""
-    return torch.lerp(target, draft, weight)
-
-
-def geometric_rows(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """target^(1-w) draft^w, normalised; weight [..., 1]. A probability below 1e-30 counts as
-    1e-30.
-    """
-    return torch.lerp(target.clamp_min(1e-30).log(), draft.clamp_min(1e-30).log(), weight).softmax(
-        -1
-    )
-
-
-def lenient_rows(target: Tensor, draft: Tensor, leniency: float) -> Tensor:
-    """m + (1 - sum m) norm(max(target - draft, 0)) with m = min(draft, target / leniency): the
-    lossy rule as a row.
-    """
-    kept = torch.minimum(draft, target / leniency)
-    missing = (target - draft).clamp_min_(0)
-    total = missing.sum(-1, keepdim=True)
-    share = torch.where(total > 0, (1 - kept.sum(-1, keepdim=True)).clamp_min(0) / total, 0)
-    # where the rows agree to the last bit nothing is missing, and what is kept sums to 1
-    return kept + share * missing
-
-
-def cascade_opt_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
-    """The target's row where max draft < max target - alpha TV, else the draft's."""
-    edge = target.amax(-1) - alpha * _distance(target, draft).to(target.dtype)
-    return torch.where((draft.amax(-1) < edge).unsqueeze(-1), target, draft)
-
-
-def cascade_diff_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
-    """The target's row where max draft < max target - alpha, else the draft's."""
-    return torch.where((draft.amax(-1) < target.amax(-1) - alpha).unsqueeze(-1), target, draft)
-
-
-def cascade_chow_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
-    """The target's row where max draft < 1 - alpha, else the draft's."""
-    return torch.where((draft.amax(-1) < 1 - alpha).unsqueeze(-1), target, draft)
-
-
-def cascade_token_rows(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
-    """draft on tokens with target >= (1 - alpha) max target, plus target times the draft's mass on
-    all others.
-    """
-    return _accepted_on(target >= (1 - alpha) * target.amax(-1, keepdim=True), target, draft)
-
-
-def typical_rows(target: Tensor, draft: Tensor, epsilon: float, delta: float) -> Tensor:
-    """draft where target >= min(epsilon, delta exp(-entropy)), plus target times the rest (Medusa's
-    rule).
-    """
-    entropy = -torch.xlogy(target, target).sum(-1, keepdim=True)
-    return _accepted_on(target >= (delta * torch.exp(-entropy)).clamp(max=epsilon), target, draft)
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """rows(target, draft, *parameters) -> relaxed rows; ranges: (name, low, high, low allowed) of
-    each parameter.
-    """
-
-    rows: Callable[..., Tensor]
-    ranges: tuple[tuple[str, float, float, bool], ...]
-
-
-RULES = {
-    "none": _Rule(lambda target, draft: target, ()),
-    "ensemble": _Rule(ensemble_rows, (("weight", 0, 1, True),)),
-    "lenient": _Rule(lenient_rows, (("leniency", 0, 1, False),)),
-    "cascade-opt": _Rule(cascade_opt_rows, (("alpha", 0, 1, True),)),
-    "cascade-diff": _Rule(cascade_diff_rows, (("alpha", 0, 1, True),)),
-    "cascade-chow": _Rule(cascade_chow_rows, (("alpha", 0, 1, True),)),
-    "cascade-token": _Rule(cascade_token_rows, (("alpha", 0, 1, True),)),
-    "typical": _Rule(typical_rows, (("epsilon", 0, 1, True), ("delta", 0, math.inf, True))),
-}
-
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -367,16 +279,18 @@ def _base(text: str, base: str, recorded: bool) -> Relaxation:
     name, colon, rest = base.partition(":")
     if name in RULES:
         values = [part.strip() for part in rest.split(",")] if colon else []
-        ranges = RULES[name].ranges
-        if len(values) != len(ranges):
-            shape = name + (":" + ",".join(label.upper() for label, *_ in ranges) if ranges else "")
+        ranges, optional = RULES[name].ranges, RULES[name].optional
+        if not len(ranges) - optional <= len(values) <= len(ranges):
+            labels = [label.upper() for label, *_ in ranges]
+            shape = name + (":" if labels else "") + ",".join(labels[: len(labels) - optional])
+            shape += "".join(f"[,{label}]" for label in labels[len(labels) - optional :])
             raise ValueError(
                 f"relaxation {text!r} must be written {shape}, got {len(values)} numbers"
             )
         return Relaxation(
             name,
             tuple(
-                _within(text, value, *limits) for value, limits in zip(values, ranges, strict=True)
+                _within(text, value, *limits) for value, limits in zip(values, ranges, strict=False)
             ),
         )
     if base == "learned":
@@ -439,11 +353,6 @@ def _affordable(
         granted[:, nodes] = (cost[:, nodes] > 0) & (wanted <= budget)
         used[:, nodes] = torch.where(granted[:, nodes], wanted, used[:, above])
     return granted
-
-
-def _accepted_on(accepted: Tensor, target: Tensor, draft: Tensor) -> Tensor:
-    kept = draft * accepted
-    return kept + target * (draft * ~accepted).sum(-1, keepdim=True)
 
 
 def _distance(first: Tensor, second: Tensor) -> Tensor:

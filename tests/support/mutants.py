@@ -21,7 +21,7 @@ from diversed.verifier.enumerate_laws import (
 from diversed.verifier.tree import chain, topology
 
 SOURCE = Path(diversed.verifier.__file__).parent
-FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "methods", "relax")
+FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "methods", "rules", "relax")
 EXACT = 1e-12
 
 

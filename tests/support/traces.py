@@ -8,7 +8,7 @@ import torch
 from diversed.data.traces import Shard, write_manifest, write_shard
 from diversed.runtime.rollouts import _top
 from diversed.verifier.head import logit_features
-from diversed.verifier.relax import geometric_rows
+from diversed.verifier.rules import geometric_rows
 
 VOCABULARY = 6
 
