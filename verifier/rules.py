@@ -44,7 +44,8 @@ TINY = 1e-30  # a smaller probability counts as this one where its logarithm is 
 class Rule:
     """One rule.
 
-    rows:     (target, draft, *parameters, believed_target, believed_draft), each [..., V] -> [..., V].
+    rows:     (target, draft, *parameters, believed_target, believed_draft) -> relaxed rows, all
+        rows [..., V].
     token:    (believed_target, believed_draft, *parameters) -> [...] the token at temperature 0.
     ranges:   (name, low, high, whether low is allowed) of each parameter.
     optional: how many of the last parameters may be left out.
@@ -106,9 +107,11 @@ def mentored_rows(target: Tensor, draft: Tensor, cap: float, **believed: Tensor)
     derivative of A is 1, hence 1 - lambda (log(v/target) + 1) = mu, so v = a target with one a for
     all such x. Where v(x) > draft(x) it is 0, hence v = b target with log a - log b = 1 / lambda,
     so b < a. At v(x) = draft(x) A has a kink, whose derivatives are all of [0, 1]: then
-    log(draft/target) lies between log b and log a. All three cases are v = target clip(draft/target,
-    b, a), and sum v = 1 fixes b. The cap a stands for the bound: a = 1 is the target's row, and from
-    the largest ratio draft/target on it is the draft's. No token exceeds a times its probability.
+    log(draft/target) lies between log b and log a. All three cases are v = target
+    clip(draft/target, b, a), and sum v = 1 fixes b.
+
+    The cap a stands for the bound. a = 1 gives the target's row. From the largest ratio
+    draft/target on it gives the draft's. No token exceeds a times its probability.
 
     b. The sum s(b) of clip(draft, b target, a target) is continuous and does not fall with b; s(0)
     <= 1 because min(draft, a target) <= draft, and s(1) >= 1 because a >= 1. Sort the tokens by
@@ -181,7 +184,7 @@ def _chow(target: Tensor, draft: Tensor, alpha: float) -> Tensor:
 
 
 def _close(target: Tensor, draft: Tensor, threshold: float, sure: float = 0.9) -> Tensor:
-    # The direction is that of the paper's proof and of its authors' code, both from target to draft.
+    # The direction is that of the paper's proof and of its authors' code.
     logs = target.clamp_min(TINY).log() - draft.clamp_min(TINY).log()
     return ((target * logs).sum(-1) <= threshold) & (target.amax(-1) <= sure)
 
