@@ -12,6 +12,14 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
+def test_the_readme_s_python_decodes(capsys):
+    (code,) = python_blocks("../README.md")
+    exec(code, {})
+    text, figures = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    calls, substitutions = map(float, figures.split())
+    assert text and 1 <= calls <= 6 and substitutions > 0
+
+
 def test_the_method_of_the_page_is_lossless_and_a_mistake_in_it_is_found():
     method, proof = python_blocks("adding-a-method.md")
     exec(method + proof, {})
