@@ -141,6 +141,52 @@ MISTAKES = {
     "the lenient rule keeps what plain verification keeps": [
         ("rules", "kept = torch.minimum(draft, target / leniency)", "kept = torch.minimum(draft, target)"),
     ],
+    "a rule's own rows decide in place of the believed ones": [
+        ("rules", "taken = takes_draft(believed_target, believed_draft, *parameters)", "taken = takes_draft(target, draft, *parameters)"),
+    ],
+    "a rule's accepted tokens are those of the rows as sampled": [
+        ("rules", "accepted = accepts(believed_target, believed_draft, *parameters)", "accepted = accepts(target, draft, *parameters)"),
+    ],
+    "the divergence is measured from the draft to the target": [
+        ("rules", "((target * logs).sum(-1) <= threshold)", "((draft * -logs).sum(-1) <= threshold)"),
+    ],
+    "a sure target is relaxed": [("rules", " & (target.amax(-1) <= sure)", "")],
+    "a mentored row has no floor": [("rules", "torch.maximum(most, floor * target)", "most + 0 * floor")],
+    "a mentored row counts the tokens above its floor": [
+        ("rules", "(ratio * below + above < 1)", "(ratio * below + above <= 2)"),
+    ],
+    "the regret's excess is taken out of every token alike": [
+        ("rules", "share * (target - draft).clamp_min_(0)", "share * target"),
+    ],
+    "the regret is that of the draft": [
+        ("rules", "math.exp(-threshold) * target.amax(-1, keepdim=True)", "math.exp(-threshold) * draft.amax(-1, keepdim=True)"),
+    ],
+    "top-p drops the token that reaches the mass": [
+        ("rules", "ordered.cumsum(-1) - ordered < mass", "ordered.cumsum(-1) < mass"),
+    ],
+    "the greedy form asks about the target's token": [
+        ("rules", "        wanted = draft.argmax(-1)\n", "        wanted = target.argmax(-1)\n"),
+    ],
+    "the greedy form of a chosen row takes the other row's token": [
+        ("rules", "torch.where(taken, draft.argmax(-1), target.argmax(-1))", "torch.where(taken, target.argmax(-1), draft.argmax(-1))"),
+    ],
+    "the greedy form of a blend is the draft's token": [
+        ("rules", "torch.lerp(target, draft, weight).argmax(-1)", "draft.argmax(-1)"),
+    ],
+    "the greedy form of a blend of logits is that of probabilities": [
+        ("rules", "    return logs.argmax(-1)", "    return torch.lerp(target, draft, weight).argmax(-1)"),
+    ],
+    "a refused token is replaced by the highest of a tie": [
+        ("rules", "torch.where(accepted.squeeze(-1), wanted, target.argmax(-1))",
+         "torch.where(accepted.squeeze(-1), wanted, target.shape[-1] - 1 - target.flip(-1).argmax(-1))"),
+    ],
+    "the draft's token is the highest of a tie": [
+        ("rules", "        wanted = draft.argmax(-1)\n", "        wanted = draft.shape[-1] - 1 - draft.flip(-1).argmax(-1)\n"),
+    ],
+    "the token of a blend is the highest of a tie": [
+        ("rules", "torch.lerp(target, draft, weight).argmax(-1)",
+         "target.shape[-1] - 1 - torch.lerp(target, draft, weight).flip(-1).argmax(-1)"),
+    ],
     "the budget is charged once a block": [
         ("relax", "wanted = used[:, above] + cost[:, nodes]", "wanted = start.unsqueeze(-1) + cost[:, nodes]"),
     ],

@@ -23,52 +23,14 @@ from diversed.verifier.enumerate_laws import (
 from diversed.verifier.relax import Relaxation, parse, path_sum, relax, substitutions
 from diversed.verifier.tree import chain
 
-from .support.laws import norm, residual
+from .support.rules import ROWS, row_by_hand
 
 EXACT = 1e-12  # float64 sums of a few thousand terms below 1
-RULES = [
-    "none",
-    "ensemble:0.3",
-    "ensemble:0.3;bias=0.7",
-    "ensemble:0.3;blend=logits",
-    "lenient:0.5",
-    "cascade-opt:0.2",
-    "cascade-diff:0.1",
-    "cascade-chow:0.5",
-    "cascade-token:0.4",
-    "typical:0.3,0.9",
-    "learned",
-]
+RULES = [*ROWS, "learned"]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def by_hand(text: str, p: list[float], q: list[float], weight: float) -> list[float]:
-    """The relaxed row as the table of rules writes it, one token at a time."""
-    tv = sum(residual(p, q))
-    entropy = -sum(x * math.log(x) for x in p if x)
-    if text == "none":
-        return p
-    if text.endswith("blend=logits"):
-        return norm([max(x, 1e-30) ** (1 - weight) * max(y, 1e-30) ** weight for x, y in zip(p, q, strict=True)])
-    if text.startswith("ensemble") or text == "learned":
-        return [(1 - weight) * x + weight * y for x, y in zip(p, q, strict=True)]
-    if text == "lenient:0.5":
-        kept = [min(y, x / 0.5) for x, y in zip(p, q, strict=True)]
-        return [m + (1 - sum(kept)) * r for m, r in zip(kept, norm(residual(p, q)), strict=True)]
-    if text.startswith("cascade-token"):
-        on = [x >= (1 - 0.4) * max(p) for x in p]
-    elif text.startswith("typical"):
-        on = [x >= min(0.3, 0.9 * math.exp(-entropy)) for x in p]
-    else:
-        edge = {"opt": max(p) - 0.2 * tv, "diff": max(p) - 0.1, "chow": 1 - 0.5}[
-            text.split(":")[0].removeprefix("cascade-")
-        ]
-        return p if max(q) < edge else q
-    others = sum(y for y, kept in zip(q, on, strict=True) if not kept)
-    return [y * kept + x * others for x, y, kept in zip(p, q, on, strict=True)]
 
 
 def relaxed_pair(pair: Pair, text: str, weight: torch.Tensor) -> torch.Tensor:
@@ -78,7 +40,7 @@ def relaxed_pair(pair: Pair, text: str, weight: torch.Tensor) -> torch.Tensor:
     if text == "ensemble:0.3;bias=0.7":
         weight = torch.full_like(weight, 1 / (1 + math.exp(-math.log(0.3 / 0.7) - 0.7)))
     rows = zip(pair.target.tolist(), pair.draft.tolist(), weight.tolist(), strict=True)
-    return torch.tensor([by_hand(text, p, q, w) for p, q, w in rows], dtype=torch.float64)
+    return torch.tensor([row_by_hand(text, p, q, w) for p, q, w in rows], dtype=torch.float64)
 
 
 def weights(pair: Pair, seed: int) -> torch.Tensor:
@@ -138,7 +100,7 @@ def test_substitutions_add_up_along_the_path_and_not_across_siblings():
     assert values.tolist() == [[1, 2, 4, 8, 16]]
 
 
-@pytest.mark.parametrize("text", ["ensemble:0.8", "lenient:0.2", "cascade-chow:0.9", "typical:0.3,0.9", "learned"])
+@pytest.mark.parametrize("text", ["ensemble:0.8", "lenient:0.2", "cascade-chow:0.9", "typical:0.3,0.9", "mentored:3", "regret:2", "learned"])
 @pytest.mark.parametrize("parents", [chain(3), full_tree(2, 2), paths(2, 2)])
 def test_no_path_inside_a_tree_passes_the_budget(text, parents):
     generator = seeded()
@@ -266,6 +228,8 @@ def test_relaxing_does_not_write_into_the_tree_and_keeps_its_dtype():
         ("lenient:0.5;budget=3", Relaxation("lenient", (0.5,), budget=3.0)),
         ("cascade-token:0.2", Relaxation("cascade-token", (0.2,))),
         ("typical:0.09,0.3", Relaxation("typical", (0.09, 0.3))),
+        ("divergence:0.3", Relaxation("divergence", (0.3,))),
+        ("divergence:0.3,0.8", Relaxation("divergence", (0.3, 0.8))),
         ("learned;bias=-0.5;budget=3", Relaxation("learned", bias=-0.5, budget=3.0)),
         ("runs/gsm8k/bundle;bias=0.5", Relaxation("learned", bias=0.5, source="runs/gsm8k/bundle", blend="")),
         ("a/b;blend=probabilities", Relaxation("learned", source="a/b")),
@@ -338,6 +302,10 @@ def test_a_bundle_need_not_be_written_to_be_named(tmp_path):
         ("cascade-opt:nan", "alpha must be a finite number"),
         ("ensemble", "must be written ensemble:WEIGHT"),
         ("typical:0.3", "must be written typical:EPSILON,DELTA"),
+        ("divergence", r"must be written divergence:THRESHOLD\[,SURE\], got 0 numbers"),
+        ("divergence:1,0.9,3", r"must be written divergence:THRESHOLD\[,SURE\], got 3 numbers"),
+        ("mentored:0.9", r"cap must lie in \[1, inf\), got 0.9"),
+        ("top-p:0", r"mass must lie in \(0, 1\], got 0"),
         ("lenint:0.4", "did you mean `lenient"),
         ("lerned", "did you mean `learned"),
         ("", "known are none, ensemble"),

@@ -20,6 +20,8 @@ from diversed.verifier.enumerate_laws import (
 )
 from diversed.verifier.tree import chain, topology
 
+from .rules import ROWS, row_by_hand, token_by_hand
+
 SOURCE = Path(diversed.verifier.__file__).parent
 FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "methods", "rules", "relax")
 EXACT = 1e-12
@@ -141,6 +143,44 @@ def _relaxed(verifier) -> bool:
     return True
 
 
+def _ruled(verifier) -> bool:
+    """Rows by the formula in plain Python, and believed rows that decide in place of the sampled ones."""
+    rules = sys.modules[f"{verifier.__name__}.rules"].RULES
+    relaxing = sys.modules[f"{verifier.__name__}.relax"]
+    target, draft = (random_pair(5, 3, "random", _seeded(seed)).target for seed in (13, 14))
+    for text in (text for text in ROWS if ";" not in text):
+        rule = relaxing.parse(text)
+        rows = rules[rule.name].rows(
+            target, draft, *rule.parameters, believed_target=target, believed_draft=draft
+        )
+        pairs = zip(target.tolist(), draft.tolist(), strict=True)
+        wanted = [row_by_hand(text, p, q, rule.constant) for p, q in pairs]
+        if not (rows - torch.tensor(wanted, dtype=torch.float64)).abs().max() < EXACT:  # nor NaN
+            return False
+    flat = torch.full_like(target, 0.2)
+    for name, numbers in (("cascade-opt", (0.2,)), ("regret", (0.0,)), ("typical", (0.3, 0.9))):
+        rows = rules[name].rows(target, draft, *numbers, believed_target=flat, believed_draft=flat)
+        if (rows - draft).abs().max() >= EXACT:
+            return False
+    return True
+
+
+def _greedy(verifier) -> bool:
+    """Tokens at temperature 0 by plain Python, on rows in eighths, most of which have ties."""
+    rules = sys.modules[f"{verifier.__name__}.rules"]
+    relaxing = sys.modules[f"{verifier.__name__}.relax"]
+    drawn = torch.randint(5, (2, 300, 8), generator=_seeded(15))
+    target, draft = torch.nn.functional.one_hot(drawn, 5).sum(-2).double() / 8
+    for text in (text for text in ROWS if "bias" not in text):
+        rule = relaxing.parse(text)
+        token = rules.geometric_token if rule.blend == "logits" else rules.RULES[rule.name].token
+        pairs = zip(target.tolist(), draft.tolist(), strict=True)
+        wanted = [token_by_hand(text, p, q, rule.constant) for p, q in pairs]
+        if token(target, draft, *rule.parameters).tolist() != wanted:
+            return False
+    return True
+
+
 def _budgeted(verifier) -> bool:
     relaxing = sys.modules[f"{verifier.__name__}.relax"]
     pair = random_pair(3, 5, "random", _seeded(9))
@@ -192,6 +232,8 @@ LAWS = {
     "the text has the target's law": _lossless,
     "drawn children may be pruned": _prunable,
     "the text has the relaxed target's law": _relaxed,
+    "rules give the rows of their formulas": _ruled,
+    "rules choose the tokens of their greedy forms": _greedy,
     "no path passes the budget, and zero is exact": _budgeted,
     "expected lengths are the known ones": _longer,
     "a sliver of the draft keeps its precision": _single,
