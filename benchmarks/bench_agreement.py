@@ -34,6 +34,9 @@ RULES = [
     "lenient:0.5",
     "cascade-opt:0.2",
     "typical:0.3,0.5",
+    "mentored:2",
+    "divergence:0.5",
+    "regret:1",
 ]
 RULES += ["ensemble:0.3;budget=2"]
 

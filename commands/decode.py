@@ -117,8 +117,10 @@ def decode_command(
     statistics.
 
     Args:
-        relaxation: none, ensemble:0.3 (w is the DRAFT's share), lenient:0.5, cascade-opt:0.2,
-            typical:0.09,0.3 or a bundle folder; after it `;bias=0.5` and `;budget=3`.
+        relaxation: none; a bundle folder; or a rule without training: ensemble:0.3 (w is the
+            DRAFT's share), lenient:0.5, mentored:2, cascade-opt:0.2, cascade-diff:0.1,
+            cascade-chow:0.5, cascade-token:0.4, divergence:0.5, typical:0.09,0.3, regret:1,
+            min-p:0.05, top-p:0.9. After any of them `;bias=0.5` and `;budget=3`.
         sampling: temperature, top_k, top_p, min_p of both models.
         threads: CPU threads; auto takes the number with which a call of the target is fastest, at
             most OMP_NUM_THREADS.

@@ -19,6 +19,23 @@ from .results import SETTINGS
 from .sweep import Cell, Sweep
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
+# One setting of every other rule that needs no training. The last two are the control: they truncate
+# the target's own row, which is a part of what cascade-token, typical and regret do.
+RULES = [
+    "ensemble:0.3;blend=logits",
+    "ensemble:0.6;blend=logits",
+    "lenient:0.5",
+    "mentored:2",
+    "cascade-opt:0.1",
+    "cascade-diff:0.1",
+    "cascade-chow:0.1",
+    "divergence:0.5",
+    "cascade-token:0.9",
+    "typical:0.09,0.3",
+    "regret:1",
+    "min-p:0.05",
+    "top-p:0.9",
+]
 
 
 @dataclass(frozen=True)
@@ -28,8 +45,8 @@ class Grid:
     Args:
         methods: such as token or block; `plain`, the target alone, is run with relaxation none
             only.
-        relaxations: none, ensemble:0.3, a bundle folder, package.module:NAME; after any `;bias=0.5`
-            or `;budget=3`.
+        relaxations: none, ensemble:0.3, another rule without training (`diversed decode --help`
+            lists them), a bundle folder, package.module:NAME; after any `;bias=0.5` or `;budget=3`.
         temperatures: everything is decoded at each of these; by default at the sampling's one.
         draft_lengths: and with each of these; by default with `draft_length`.
         seeds: of the sampled texts; every seed decodes every prompt once.
@@ -40,7 +57,7 @@ class Grid:
     """
 
     methods: list[str] = field(default_factory=lambda: ["token"])
-    relaxations: list[str] = field(default_factory=lambda: ["none", *STATIC])
+    relaxations: list[str] = field(default_factory=lambda: ["none", *STATIC, *RULES])
     temperatures: list[float] | None = None
     draft_lengths: list[int] | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
