@@ -19,8 +19,8 @@ from .results import SETTINGS
 from .sweep import Cell, Sweep
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
-# One setting of every other rule that needs no training. The last two are the control: they truncate
-# the target's own row, which is a part of what cascade-token, typical and regret do.
+# One setting of every other rule that needs no training. The last two are a control: they truncate
+# the target's own row, which is a part of what cascade-token and typical do.
 RULES = [
     "ensemble:0.3;blend=logits",
     "ensemble:0.6;blend=logits",
