@@ -1,4 +1,4 @@
-"""`generate` of transformers with a bundle: what runs where `custom_generate` names its folder.
+"""The code that runs if `custom_generate` of transformers' `generate` names a bundle's folder.
 
 It takes the arguments of transformers and calls the loop of this package. A field of
 GenerationConfig is honoured, means nothing here, or must be left at its default; FIELDS says which.

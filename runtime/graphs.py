@@ -6,20 +6,19 @@ through a mask that is computed from `length` on the device. The draft always ru
 the root beside the root: after full acceptance its cache lacks that token, otherwise the same keys
 and values are written again.
 
-The host reads one small tensor a step, and only after the next step has been launched. So what ends
-a text (an end token, a stop string) is seen one step late: the step that was then under way is
-thrown away. A row stands still on the device when its text has all the tokens it may have, which
-bounds the slots it can come to need. A row with numbers that are not finite stands still too and is
-named when its step is read.
+If there is one shape, the host reads one small tensor a step, and only after it has launched the
+next step. So it sees one step late what ends a text (an end token, a stop string), and it throws the
+step away that was under way. A row stands still on the device if its text has all the tokens that
+it may have; this bounds the slots that it can need. A row with numbers that are not finite stands
+still too. It is named when its step is read.
 
 graph 1, the draft: random numbers, one call of the draft a depth, children.
 graph 2, the target: one call on the tree, weights, verification, commit, and what the host will
     read.
 
-If a selector has several shapes, each that is chosen has such a step, and all share the state of
-the rows and their caches. What the choice reads is computed at the end of the step before, from the
-draft at the new root, which the next tree then begins with. So the host reads a step before it
-launches the next one, and nothing is one step late.
+A selector may have several shapes. Every shape that is chosen gets a step; all steps share rows and
+caches. A step ends by running the draft at the new root. The next choice reads this, and the next
+tree starts from it. In this case the host reads each step before it launches the next.
 
 Shapes that never change can also be compiled: an engine that is `compiled` has both stages made
 into one program each by torch.compile before they are captured. On a CPU both stages are compiled
