@@ -7,10 +7,10 @@ the root beside the root: after full acceptance its cache lacks that token, othe
 and values are written again.
 
 If there is one shape, the host reads one small tensor a step, and only after it has launched the
-next step. So it sees one step late what ends a text (an end token, a stop string), and it throws the
-step away that was under way. A row stands still on the device if its text has all the tokens that
-it may have; this bounds the slots that it can need. A row with numbers that are not finite stands
-still too. It is named when its step is read.
+next step. So it sees one step late what ends a text (an end token, a stop string), and it throws
+the step away that was under way. A row stands still on the device if its text has all the tokens
+that it may have; this bounds the slots that it can need. A row with numbers that are not finite
+stands still too. It is named when its step is read.
 
 graph 1, the draft: random numbers, one call of the draft a depth, children.
 graph 2, the target: one call on the tree, weights, verification, commit, and what the host will
