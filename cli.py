@@ -2,7 +2,7 @@
 sentence.
 
 Exit codes: 0 done, 1 a check failed (the command returned False), 2 bad input, 130 interrupted,
-141 output unread.
+141 output unread. SIGTERM and SIGHUP end the process as they do without us, 143 and 129 in a shell.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from . import __version__
 from .commands.table import COMMANDS, command
@@ -30,8 +35,16 @@ Start with `diversed run --config quickstart`. DIVERSED_DEBUG=1 shows the traceb
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command and return the exit code; `args` are the words after `diversed`."""
-    args = sys.argv[1:] if args is None else args
+    """Run one command and return the exit code; `args` are the words after `diversed`.
+
+    Without `args` the process is the command's: its words are taken, and its signals.
+    """
+    ours, args = args is None, sys.argv[1:] if args is None else args
+    with _told(args) if ours else nullcontext():
+        return _run(args)
+
+
+def _run(args: list[str]) -> int:
     written_before, warnings.formatwarning = warnings.formatwarning, _note
     try:
         return dispatch(args)
@@ -98,9 +111,53 @@ def _note(message: Warning | str, *where: object) -> str:
     return f"note: {' '.join(str(message).split())}\n"
 
 
+def _resume(args: list[str]) -> str:
+    return f"\ninterrupted; what was finished is kept, resume with: diversed {shlex.join(args)}\n"
+
+
 def _interrupted(args: list[str]) -> int:
-    print(
-        f"\ninterrupted; what was finished is kept, resume with: diversed {shlex.join(args)}",
-        file=sys.stderr,
-    )
+    print(_resume(args), end="", file=sys.stderr)
     return 130
+
+
+@contextmanager
+def _told(args: list[str]) -> Iterator[None]:
+    """While it lasts, a signal that ends the process says how to resume.
+
+    The process ends at once, as after SIGKILL, and not by an exception: libraries catch those.
+    """
+
+    def tell(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # a bar of progress hides it
+        with suppress(OSError):  # perhaps nobody reads
+            os.write(2, (cursor + _resume(args)).encode())
+        for child in _children():
+            with suppress(OSError):
+                os.kill(child, number)
+        if number == signal.SIGINT:
+            os._exit(130)
+        os.kill(os.getpid(), number)
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)  # not if nohup or a shell ignores it
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler in usual}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    for number in before:
+        signal.signal(number, tell)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children() -> list[int]:
+    """The processes that this one has started and that run, as far as Linux tells."""
+    found = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found += map(int, task.read_text().split())
+    return found

@@ -7,16 +7,18 @@ standard library.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -24,8 +26,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TextIO
 
-# The versions that decide the bytes of a text.
-DECIDING = ("diversed", "torch", "transformers")
+# The versions that decide the bytes of a text, and those that decide its score.
+DECIDING = ("diversed", "torch", "transformers", "tokenizers")
+SCORING = (*DECIDING, "nltk", "sacrebleu", "torchmetrics")
+# Settings of an older format do not say all that decides the results.
+SETTINGS_FORMAT = {"settings_format": 2}
 # The versions that decide how fast it is.
 MEASURED = ("diversed", "torch", "triton", "transformers", "pytorch-lightning", "numpy")
 FEW = 16
@@ -33,6 +38,7 @@ FEW = 16
 MOST_THREADS = 1024
 # A request's seed is an int64.
 SEEDS = -(1 << 63), (1 << 63) - 1
+OWN = {".lock", ".turn"}  # what a folder holds besides results
 LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
 EVERY = 20.0  # seconds between two lines of progress if there is no terminal
 LONG = 80  # characters of a setting in a sentence
@@ -41,10 +47,11 @@ LONG = 80  # characters of a setting in a sentence
 def write_whole(path: str | Path, data: bytes | str) -> Path:
     """Write `data` under a temporary name beside `path` and rename it; a failure leaves nothing.
 
-    The temporary file is always a new one: a link of its name is removed and not written through.
+    The temporary file is always a new one, this process's own: a link of its name is removed and
+    not written through.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     temporary.unlink(missing_ok=True)
     try:
         with open(temporary, "xb") as file:
@@ -56,6 +63,27 @@ def write_whole(path: str | Path, data: bytes | str) -> Path:
             error.filename = str(path)  # a full disk names no file
         raise
     return path
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Swap two folders in one step, so that no moment is without either.
+
+    Where the system cannot, `second` is missing between two renames.
+    """
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        swap = _cannot
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if swap(here, os.fsencode(first), here, os.fsencode(second), both) == 0:
+        return
+    aside = first.with_name(f".{first.name}.old")
+    os.replace(second, aside)
+    os.replace(first, second)
+
+
+def _cannot(*_: object) -> int:
+    return -1
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -92,8 +120,9 @@ def exclusive(folder: str | Path, option: str = "--out", shared: bool = False) -
         raise NotADirectoryError(
             f"{folder} is a file, expected a folder to write to; choose another {option}"
         )
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with _open_lock(folder / ".lock") as file:
+    with _nothing_left(made), _open_lock(folder / ".lock") as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -105,22 +134,53 @@ def exclusive(folder: str | Path, option: str = "--out", shared: bool = False) -
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        if not shared:
+            _tidy(folder)
         yield folder
 
 
-def _open_lock(path: Path) -> TextIO:
-    """The lock file, made if missing; a link is refused, because its other end would be written."""
+@contextmanager
+def _nothing_left(made: list[Path]) -> Iterator[None]:
+    """Take away these folders, the innermost first, if what fails in it wrote nothing to them."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty, or gone
+            for number, folder in enumerate(made):
+                if number == 0 and {path.name for path in folder.iterdir()} <= OWN:
+                    for name in OWN:
+                        (folder / name).unlink(missing_ok=True)
+                folder.rmdir()
+        raise
+
+
+def _tidy(folder: Path) -> None:
+    """Delete what killed processes have left half written."""
+    for path in folder.glob(".*.part"):
+        process = path.name.split(".")[-2]
+        if process.isdecimal() and path.is_file() and not Path(f"/proc/{process}").exists():
+            path.unlink(missing_ok=True)
+
+
+def _open_lock(path: Path) -> TextIO:
+    return os.fdopen(open_own(path, os.O_RDWR), "r+")
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file that is written in place, made if missing; a link is refused, because
+    its other end would be written.
+    """
+    refusal = f"{path} is a link, expected a file of its own; delete it"
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(f"{path} is a link, expected a file of its own; delete it") from None
-    file = os.fdopen(descriptor, "r+")
+        raise ValueError(refusal) from None
     if os.fstat(descriptor).st_nlink > 1:
-        file.close()
-        raise ValueError(f"{path} is a link, expected a file of its own; delete it")
-    return file
+        os.close(descriptor)
+        raise ValueError(refusal)
+    return descriptor
 
 
 @dataclass(frozen=True)
@@ -176,16 +236,25 @@ class Folder:
         """
         with self.turn():
             before = {} if anew else self.begun()
-            self.refuse_others(before or settings, settings)
-            if not before:
-                values = {**(state or {}), **settings}
+            if before:
+                self.refuse_others(before, settings)
+            else:
+                values = {**(state or {}), **SETTINGS_FORMAT, **settings}
                 write_whole(self.path / self.name, json.dumps(values, indent=2) + "\n")
         return bool(before)
 
     def refuse_others(self, before: dict[str, Any], settings: dict[str, Any]) -> None:
         """ValueError that names the first of `settings` that differs from those of `before`."""
-        now = json.loads(json.dumps(settings))
-        was = json.loads(json.dumps({name: before.get(name) for name in settings}))
+        named = self.results or self.path
+        place = f"{self.results} and {self.path}" if self.results else "the folder"
+        anew = f"choose another {self.option} or delete {place}"
+        if not before.keys() & SETTINGS_FORMAT:
+            raise ValueError(
+                f"{named} was begun by an older version, which did not write down all that decides"
+                f" the results: what is finished there can be read, but not continued; {anew}"
+            )
+        now = json.loads(json.dumps(SETTINGS_FORMAT | settings))
+        was = json.loads(json.dumps({name: before.get(name) for name in now}))
         if was == now:
             return
         name, old, new = _difference(was, now)
@@ -193,11 +262,7 @@ class Folder:
         again = "give the same again to continue it, "
         if name.partition(".")[0] not in before:
             begun, again = f"without {name}", ""
-        place = f"{self.results} and {self.path}" if self.results else "the folder"
-        raise ValueError(
-            f"{self.results or self.path} was begun {begun}, now it is {_short(new)}; {again}choose"
-            f" another {self.option} or delete {place}"
-        )
+        raise ValueError(f"{named} was begun {begun}, now it is {_short(new)}; {again}{anew}")
 
     def share_of(self, units: Sequence[range]) -> list[range]:
         """The units that this process does, perhaps none."""
@@ -291,6 +356,16 @@ def sha256(path: str | Path) -> str:
     """Checksum of a file, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def code_sha256(thing: Any) -> str | None:
+    """Checksum of the file in which a class, a function or a module is written, None if there is
+    none.
+    """
+    with suppress(TypeError):
+        if path := inspect.getsourcefile(thing):
+            return sha256(path) if os.path.isfile(path) else None
+    return None
 
 
 def within(low: int, high: int | None = None, **numbers: int | None) -> None:

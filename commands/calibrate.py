@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy
 from ..data.selection import BundlePrompts
 from ..eval.calibration import choose
 from ..eval.grid import Grid, prepare
-from ..eval.results import read_results
+from ..eval.results import RESULTS, SETTINGS, read_results
 from ..eval.sweep import Sweep, cell_of
 from ..export.bundle_writer import write_bundle
 from ..export.card import with_calibration
@@ -28,6 +29,7 @@ from ..files import exclusive, write_whole
 from ..runtime.bundle import FILES, add_bias, head_sha256, load_bundle
 from ..runtime.groups import BundleModels, SharedRun
 from ..runtime.sampling import Sampling
+from ..runtime.shape_network import FILES as SELECTOR
 from ..verifier.relax import Relaxation
 
 CLOSED = -1e4  # added to a logit: a weight of exactly 0 in float32
@@ -83,6 +85,13 @@ class Decoding:
     sampling: Sampling = Sampling()
     batch: int = 64
 
+    def __post_init__(self):
+        if self.method == "plain":
+            raise ValueError(
+                "`method` plain drafts nothing, so no bias changes its texts; calibrate token or"
+                " another method"
+            )
+
 
 def calibrate(
     limit: Limit,
@@ -106,7 +115,7 @@ def calibrate(
     bundle = Path(limit.bundle)
     folder = Path(out or f"{bundle}-calibration")
     run = SharedRun(str(folder), threads, 1, 0)
-    with exclusive(folder):
+    with exclusive(folder), _tidied(folder / "bundle"):
         before = _before(bundle, folder)
         card = load_bundle(before).card
         biases = sorted(set(limit.biases))
@@ -146,6 +155,18 @@ def calibrate(
             **{name: sweep.settings[name] for name in STATED},
         }
         return _write(bundle, before, evidence)
+
+
+@contextmanager
+def _tidied(kept: Path) -> Iterator[None]:
+    """Take the copy of the bundle away again if the command is refused before it decodes."""
+    new = not kept.exists()
+    try:
+        yield
+    except BaseException:
+        if new and not (kept.parent / RESULTS).exists() and not (kept.parent / SETTINGS).exists():
+            shutil.rmtree(kept, ignore_errors=True)
+        raise
 
 
 def _before(bundle: Path, folder: Path) -> Path:
@@ -216,7 +237,9 @@ def _write(bundle: Path, before: Path, evidence: dict[str, Any]) -> bool:
     bias = passed[-1] if passed else None
     loaded = load_bundle(before)
     add_bias(loaded.head, CLOSED if bias is None else bias)
-    write_bundle(bundle, loaded.head, with_calibration(loaded.card, evidence | {"bias": bias}))
+    card = with_calibration(loaded.card, evidence | {"bias": bias})
+    selector = bundle if (bundle / SELECTOR[0]).is_file() else None
+    write_bundle(bundle, loaded.head, card, selector)
     if bias is None:
         print(
             f"no bias of {bundle} is shown to lose at most {evidence['max_quality_drop']:g} of the"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +14,15 @@ import torch
 from ..data.requests import Line, Results, read_lines
 from ..files import MOST_THREADS, SEEDS, Progress, sha256, versions, within
 from ..runtime import autotune
-from ..runtime.bundle import head_sha256
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.engine import STAGES, Engine, decode, run_grouped
 from ..runtime.groups import BundleModels, Tree
 from ..runtime.model import Pair
 from ..runtime.prompt import check_text, prompt_tokens
+from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
-from ..verifier.relax import parse
+from ..runtime.shape_network import FILES as SELECTOR
+from ..verifier.relax import Relaxation, parse
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def _decode_file(way: Way, file: PromptFile) -> None:
         made = {each: Engine(pair, relaxation=each, **way.options()) for each in relaxations}
         engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
         requests = {i: _request(line, i, engines[i], way.text.chat) for i, line in enumerate(lines)}
-        first = results.begin(_settings(way, file, pair, relaxations))
+        rules = [engine.relaxer.rule for engine in made.values()]
+        first = results.begin(_settings(way, file, pair, rules))
         done: list[Completion] = []
         seconds = dict.fromkeys(STAGES, 0.0)
         for engine in made.values():
@@ -221,9 +224,10 @@ def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
     return request
 
 
-def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) -> dict[str, Any]:
+def _settings(
+    way: Way, file: PromptFile, pair: Pair, rules: Iterable[Relaxation]
+) -> dict[str, Any]:
     """All that decides the bytes of the results."""
-    bundles = filter(None, (parse(each).folder for each in relaxations))
     settings = {
         "input": sha256(file.input),
         "batch": file.batch,
@@ -236,15 +240,13 @@ def _settings(way: Way, file: PromptFile, pair: Pair, relaxations: list[str]) ->
         "compile": way.compile,
         "device": way.models.device,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "target": {"name": pair.target.name, "hash": pair.target.hash},
-        "draft": {"name": pair.draft.name, "hash": pair.draft.hash},
-        "heads": {str(bundle): head_sha256(bundle) for bundle in bundles},
+        **pair.settings,
+        "contents": contents(rules, [way.tree.method]),
         "versions": versions(),
     }
     del settings["prompt"]
-    network = Path(str(way.tree.branches)) / "selector.safetensors"
-    if network.is_file():
-        settings["selector"] = sha256(network)
+    chooser = [Path(str(way.tree.branches)) / name for name in SELECTOR]
+    settings["selector"] = [sha256(path) for path in chooser if path.is_file()]
     return settings
 
 

@@ -45,6 +45,11 @@ def evaluate(
         sweep.begin()
         sweep.decode()
         if alone:
+            if not sweep.complete():
+                raise FileNotFoundError(
+                    f"results in {sweep.folder.path} were deleted while it was written; run the"
+                    " same command again"
+                )
             sweep.merge()
             _tell(sweep)
     if not alone:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..data.selection import TextPrompts
 from ..fields import number, read_checked
-from ..files import exclusive, sha256, within, write_whole
+from ..files import exclusive, sha256, versions, within, write_whole
 from ..runtime.groups import Models, Run
 from ..runtime.model import Pair
 from ..runtime.prompt import prompt_tokens
@@ -25,6 +25,7 @@ from ..selector.contexts import summary
 from ..selector.labels import Labeller, Labelling, write_labels
 from ..selector.latencies import PACKAGED, read_latencies
 
+TRAINING = ("diversed", "torch", "pytorch-lightning")  # whose versions decide a selector
 MOST_PROMPT_TOKENS = 384
 TEXT_TOKENS = 64  # of a text that continues one prompt
 
@@ -50,21 +51,26 @@ def select(
     run.use_threads()
     pair, out = models.load(), Path(run.out)
     with exclusive(out):
-        folders = _label(out, pair, texts, labelling)
+        folders = _label(run, pair, texts, labelling)
         choosing = 0.0
         if not times.assumed:
             file = out / f"choosing-{shapes}x{training.width}.json"
             choosing = _kept(file, lambda: time_choice(pair, shapes, training.width)) / 1e3
-        named = latencies if latencies in PACKAGED else sha256(latencies)
-        settings = {"latencies": named, "seed": texts.seed}
+        settings = {
+            "latencies": sha256(PACKAGED.get(latencies, latencies)),
+            "seed": texts.seed,
+            "threads": run.threads,
+            "versions": versions(TRAINING),
+        }
         for method in labelling.methods:
             place = out / method
             rows = train_chooser(place, method, folders, times, training, settings, choosing)
             print(summary(method, rows), flush=True)
 
 
-def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> list[Path]:
+def _label(run: Run, pair: Pair, texts: TextPrompts, labelling: Labelling) -> list[Path]:
     """The folders of labels, one for each temperature."""
+    out = Path(run.out)
     origin = {"task": texts.task, "prompt": texts.prompt, "source": "one prompt"}
     if texts.prompt:
         encoded = [prompt_tokens(texts.prompt, pair.tokenizer)] * texts.prompts
@@ -74,6 +80,7 @@ def _label(out: Path, pair: Pair, texts: TextPrompts, labelling: Labelling) -> l
         encoded = [task.encode(row, pair.tokenizer, MOST_PROMPT_TOKENS) for row in task.examples]
         stop, limit = task.stop, task.max_new_tokens
         origin |= task.settings
+    origin |= {"threads": run.threads, "versions": versions()}
     folders = []
     for temperature in labelling.temperatures:
         labeller = Labeller(

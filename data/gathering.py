@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from ..files import Progress, versions, within
+from ..files import SCORING, Progress, versions, within
 from ..runtime.bundle import head_sha256
 from ..runtime.completion import cut
 from ..runtime.groups import Models, SharedRun
 from ..runtime.model import Pair
-from ..runtime.relaxer import load_relaxer
+from ..runtime.relaxer import contents, load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
 from ..verifier.relax import parse
@@ -112,13 +112,14 @@ def gather_traces(
         "dtype": str(pair.target.dtype),
         "device": str(pair.target.device),
         "threads": run.threads,
-        "versions": versions(),
+        "versions": versions(SCORING),
     }
     rule = relaxer.rule
     if rule.blend == "logits":  # a bundle's card says so, and training must know
         settings["relaxation"] = str(rule)
     if head := head_sha256(rule.folder):
         settings["gate"] = head  # texts of two heads must not be mixed under one name
+    settings["contents"] = contents([rule])
     sampler = Sampler(
         pair, relaxer, rollouts.sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import TEXT, Field, fault, list_of, optional, unknown, whole
-from ..files import SEEDS, Folder, cut_units, within
+from ..files import SEEDS, Folder, cut_units, open_own, within
 from ..runtime.bundle import read_card
 from ..runtime.completion import Completion
 from ..runtime.prompt import check_text
@@ -109,6 +109,7 @@ class Results:
         self.units = cut_units(len(lines), unit)
         run = self.path.with_name(f"{self.path.name}.run")
         self.folder = Folder(run, option="--output", results=self.path)
+        self.size = 0  # of what was written whole, bytes
 
     def begin(self, settings: dict[str, Any]) -> int:
         """Number of requests whose results are there; other settings are refused, what a kill cut
@@ -137,7 +138,10 @@ class Results:
                     " delete it"
                 )
         kept = max((unit.stop for unit in self.units if unit.stop <= len(found)), default=0)
-        os.truncate(self.path, sum(len(raw) + 1 for raw in found[:kept]))
+        self.size = sum(len(raw) + 1 for raw in found[:kept])
+        if self.path.stat().st_size > self.size:
+            with os.fdopen(open_own(self.path, os.O_WRONLY), "wb") as file:
+                file.truncate(self.size)
         return kept
 
     def append(self, completions: dict[int, Completion], eos: tuple[int, ...]) -> None:
@@ -145,10 +149,17 @@ class Results:
         end a text.
         """
         results = [_result(self.lines[i], completion, eos) for i, completion in completions.items()]
-        with open(self.path, "ab") as file:
-            file.write("".join(json.dumps(result) + "\n" for result in results).encode())
+        lines = "".join(json.dumps(result) + "\n" for result in results).encode()
+        with os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+            if file.tell() != self.size:
+                raise ValueError(
+                    f"{self.path} was changed while it was written; run the same command again, or"
+                    f" delete it and {self.folder.path}"
+                )
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
+        self.size += len(lines)
 
 
 def _result(line: Line, completion: Completion, eos: tuple[int, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..files import Folder, cut_units, sha256
+from ..files import SETTINGS_FORMAT, Folder, cut_units, sha256
 from .traces import FORMAT, MANIFEST, read_manifest, write_manifest
 
 Entry = dict[str, Any]
@@ -93,5 +93,6 @@ class ShardFolder:
 
     def _write(self, name: str, complete: bool) -> None:
         shards = [self.entries[file] for file in sorted(self.entries)]
-        manifest = {"complete": complete, **self.settings, "shards": shards}
+        settings = SETTINGS_FORMAT | self.settings
+        manifest = {"complete": complete, **settings, "shards": shards}
         write_manifest(self.folder.path, manifest, name)

@@ -8,10 +8,11 @@ from itertools import product
 
 from ..data.prompts import checksum
 from ..data.selection import SplitPrompts
-from ..files import within
+from ..files import SCORING, versions, within
 from ..runtime.bundle import head_sha256
 from ..runtime.engine import Engine, check_prompts
 from ..runtime.groups import Models, SharedRun
+from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse
@@ -123,8 +124,7 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
     first = cells[0]
     draft_length = grid.draft_lengths[0] if grid.draft_lengths else grid.draft_length
     settings = {
-        "target": {"name": models.target, "hash": pair.target.hash},
-        "draft": {"name": models.draft, "hash": pair.draft.hash},
+        **pair.settings,
         "prompts": len(encoded),
         "draft_length": draft_length,  # also if the first cell drafts nothing
         "sampling": asdict(grid.sampling) | {"temperature": first.temperature},
@@ -137,8 +137,10 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
         "threads": run.threads,
         **task.settings,
         "prompts_sha256": checksum(encoded),
+        "versions": versions(SCORING),
         "chosen": grid.chosen,
         "heads": _heads(engines.values()),
+        "contents": contents([e.relaxer.rule for e in engines.values()], grid.methods),
     }
     return Sweep(folder, cells, engines, task, encoded, new_tokens, batch, settings)
 

@@ -13,6 +13,7 @@ seconds.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.tasks import Task
-from ..files import Folder, Progress, cut_units, write_whole
+from ..files import SETTINGS_FORMAT, Folder, Progress, cut_units, open_own, write_whole
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from .results import RESULTS, SETTINGS, read_results
@@ -39,6 +40,8 @@ class Cell(NamedTuple):
     seed: int
 
 
+# Settings to which a later run may add, with what they are checksums of.
+GROWING = {"heads": "head", "contents": "head, blend or code"}
 COMPLETION = ("text", "tokens", "finished", "drafted", "accepted", "target_calls", "draft_calls")
 COMPLETION += ("drafted_by_depth", "accepted_by_depth", "substitutions")
 
@@ -90,32 +93,36 @@ class Sweep:
                 )
             if before:
                 now = self._continued(before, now)
-            write_whole(self.folder.path / SETTINGS, json.dumps(now, indent=2) + "\n")
+            now = SETTINGS_FORMAT | now
+            if now != before:
+                write_whole(self.folder.path / SETTINGS, json.dumps(now, indent=2) + "\n")
 
     def _continued(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         """The settings of a folder that is continued: those it was begun with, and every head that
         was used.
         """
+        self.folder.refuse_others(before, {})
         path = self.folder.path
-        for name in ("heads", "sampling"):
+        for name in (*GROWING, "sampling"):
             if not isinstance(before.get(name), dict):
                 raise ValueError(
                     f"{path / SETTINGS} is damaged (it lists no {name}); choose another --out or"
                     " delete the folder"
                 )
-        heads = before["heads"] | now.pop("heads")
-        if changed := [head for head, value in before["heads"].items() if heads[head] != value]:
-            raise ValueError(
-                f"{path} holds results of another head under the name {changed[0]}; choose another"
-                " --out or delete the folder"
-            )
+        grown = {name: before[name] | now.pop(name) for name in GROWING}
+        for name, what in GROWING.items():
+            if changed := [k for k, value in before[name].items() if grown[name][k] != value]:
+                raise ValueError(
+                    f"{path} holds results of another {what} under the name {changed[0]}; choose"
+                    " another --out or delete the folder"
+                )
         chosen = now.pop("chosen")
         # A record of an older version does not say its temperature and draft length: they are those
         # of the beginning.
         now["sampling"]["temperature"] = before["sampling"].get("temperature")
         now["draft_length"] = before.get("draft_length")
         self.folder.refuse_others(before, now)
-        return now | {"chosen": chosen, "heads": heads}
+        return now | {"chosen": chosen, **grown}
 
     def files(self) -> list[Path]:
         """Every file of results in the folder, the whole first."""
@@ -142,8 +149,8 @@ class Sweep:
                     self._warm(cell, units[0])
                 for unit in units:
                     lines = [json.dumps(record) + "\n" for record in self.records(cell, unit)]
-                    with open(self.file, "a", encoding="utf-8") as file:
-                        file.write("".join(lines))
+                    with os.fdopen(open_own(self.file, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                        file.write("".join(lines).encode())
                     progress.add(len(unit), what=f"{_words(cell)}, texts")
 
     def whole_units(self) -> set[tuple[Cell, int]]:

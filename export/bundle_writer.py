@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..files import write_whole
+from ..files import exchange, write_whole
 from ..runtime.bundle import CARD, EXAMPLE, FILES, Card, load_bundle, logits_of, write_head
 from ..runtime.shape_network import FILES as SELECTOR
 from ..runtime.shape_network import read_selector_card
@@ -29,10 +29,7 @@ def write_bundle(
     selector: folder of `diversed select`, whose network is copied into the bundle.
     """
     folder = Path(folder)
-    # A process that was killed while it wrote leaves .NAME.part.
-    ours = {*FILES, *SELECTOR, "custom_generate", *(f".{name}.part" for name in FILES)}
-    strange = not folder.is_dir() or {path.name for path in folder.iterdir()} - ours
-    if folder.exists() and strange:
+    if folder.exists() and not _ours(folder):
         raise FileExistsError(
             f"{folder} exists and is not a bundle; give another folder to write the bundle to"
         )
@@ -50,9 +47,19 @@ def write_bundle(
                 (new / name).write_bytes((Path(selector) / name).read_bytes())
         load_bundle(new)
         if folder.exists():
-            os.replace(folder, Path(room) / "old")
-        os.replace(new, folder)
+            exchange(new, folder)
+        else:
+            os.replace(new, folder)
     return folder
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a folder holds nothing but a bundle, and what a process leaves that was killed while
+    it wrote one.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
+    strange = names - {*FILES, *SELECTOR, "custom_generate"}
+    return all(name.startswith(".") and name.endswith(".part") for name in strange)
 
 
 def add_frontier(folder: str | Path, rows: list[dict[str, Any]]) -> None:

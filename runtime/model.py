@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..files import code_sha256
 from .cache import PackedCache, Slots, attention_layers
 from .lean import LeanForward, obstacle
 
@@ -73,6 +74,19 @@ class Model:
     def described(self) -> dict[str, object]:
         """What tells this model from others, for the settings of a folder."""
         return {"name": self.name, "hash": self.hash, "hidden_size": self.hidden_size}
+
+    @property
+    def computed(self) -> dict[str, object]:
+        """What besides the weights decides the rows of this model, for the settings of a folder."""
+        named = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+        config = {k: v for k, v in self.module.config.to_dict().items() if k not in named}
+        return {
+            "config": _digest(json.dumps(config, sort_keys=True, default=str)),
+            "code": code_sha256(type(self.module)),
+            "dtype": str(self.dtype),
+            "device": str(self.device),
+            "lean": self.lean,
+        }
 
     def cache(self, capacity: int) -> PackedCache:
         """An empty cache with room for `capacity` tokens a row."""
@@ -222,6 +236,9 @@ class Pair:
             "draft": self.draft.described,
             "tokenizer": self.tokenizer_hash,
             "vocab": self.vocab,
+            "reading": _reading(self.tokenizer),
+            "eos": list(self.eos),
+            "computed": {"target": self.target.computed, "draft": self.draft.computed},
         }
 
 
@@ -260,5 +277,23 @@ def fingerprint(module) -> str:
 
 
 def _tokenizer_hash(tokenizer) -> str:
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True))
+
+
+def _reading(tokenizer) -> dict[str, str]:
+    """What of a tokenizer decides tokens and texts, besides the vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend else tokenizer.init_kwargs
+    # What a call may have set, and where the files lay.
+    passing = ("truncation", "padding", "name_or_path", "vocab_file", "merges_file")
+    rules = {name: value for name, value in rules.items() if name not in passing}
+    rules["special"] = tokenizer.special_tokens_map
+    rules["cleans"] = getattr(tokenizer, "clean_up_tokenization_spaces", None)
+    return {
+        "tokenizer": _digest(json.dumps(rules, sort_keys=True, default=str)),
+        "chat_template": _digest(json.dumps(tokenizer.chat_template)),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,15 +15,17 @@ Nothing here waits for the device, but the check of a function that the user nam
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..files import code_sha256
 from ..verifier.law import DraftTree
 from ..verifier.relax import Relaxation, parse, relax, substitutions
-from .bundle import Bundle, load_bundle
+from .bundle import Bundle, head_sha256, load_bundle
 from .model import Pair
 from .sampling import Sampling
 
@@ -153,6 +155,18 @@ def settled(rule: Relaxation, bundle: Bundle) -> Relaxation:
             " `blend` out"
         )
     return replace(rule, blend=blend)
+
+
+def contents(rules: Iterable[Relaxation], methods: Iterable[str] = ()) -> dict[str, str | None]:
+    """What names stand for, for the settings of a folder: of a bundle the checksum of its head and
+    the blend, of code the checksum of its file.
+    """
+    rules = list(rules)
+    found = {r.source: f"{head_sha256(r.folder)} {r.blend}" for r in rules if r.folder}
+    code = [rule.source for rule in rules if rule.is_code]
+    code += [method for method in methods if ":" in method]
+    modules = {source: sys.modules[source.partition(":")[0]] for source in code}
+    return found | {source: code_sha256(module) for source, module in modules.items()}
 
 
 def _checked(function: Callable, source: str) -> Callable:

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..files import sha256, within, write_whole
+from ..files import SETTINGS_FORMAT, Folder, sha256, within, write_whole
 from ..runtime.choosers import LearnedSelector, StepContext
 from ..runtime.model import Pair
 from ..runtime.shape_network import (
@@ -155,11 +155,7 @@ def train_chooser(
     settings = settings | asdict(options) | {"labels": labels}
     if (out / FILES[0]).is_file():
         card = read_selector_card(out)
-        if card["settings"] != settings:
-            raise ValueError(
-                f"{out} was trained with other settings or labels; choose another --out or"
-                " delete it"
-            )
+        Folder(out).refuse_others(card["settings"], settings)
         return card["figures"]
     known = read_contexts(folders, method, latencies, options.validation, settings["seed"])
     if not known.held.any() or known.held.all():
@@ -170,7 +166,7 @@ def train_chooser(
     figures = compare(known, module.choice(), choosing)
     card = _card(method, known, latencies, figures) | {
         "width": options.width,
-        "settings": settings,
+        "settings": SETTINGS_FORMAT | settings,
         "epoch": module.best["epoch"],
         "choosing_ms": 1e3 * choosing,
     }

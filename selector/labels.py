@@ -33,7 +33,7 @@ from ..runtime.cache import PackedCache
 from ..runtime.drafting import DraftShape
 from ..runtime.engine import check_prompts
 from ..runtime.model import Model, Pair
-from ..runtime.relaxer import Relaxer, load_relaxer
+from ..runtime.relaxer import Relaxer, contents, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, probabilities
 from ..runtime.shape_network import row_scalars
@@ -119,6 +119,7 @@ class Labeller:
             **self.pair.settings,
             "sampling": vars(self.sampling),
             "relaxation": self.labelling.relaxation,
+            "contents": contents([self.relaxer.rule]),
             "methods": self.labelling.methods,
             "shapes": [str(shape) for shape in self.labelling.parsed],
             "every": self.labelling.every,

@@ -9,6 +9,7 @@ import torch
 from diversed.commands.export import export
 from diversed.eval.summary import summarise
 from diversed.export.bundle_writer import add_frontier
+from diversed.files import sha256
 from diversed.runtime.bundle import Card, load_bundle
 from diversed.runtime.groups import BundleModels
 from diversed.runtime.sampling import Sampling
@@ -35,8 +36,15 @@ def trained(folder, features="both", width=3):
     record = {"head": described, "manifest": manifest, "traces_sha256": "d" * 64, "settings": {"lr": 5e-4}}
     folder.mkdir()
     (folder / "train.json").write_text(json.dumps(record))
-    save_file(head.state_dict(), folder / "head.safetensors")
+    put(folder, head.state_dict())
     return head
+
+
+def put(folder, tensors):
+    """Make these tensors the head of a training run."""
+    save_file(tensors, folder / "head.safetensors")
+    record = json.loads((folder / "train.json").read_text()) | {"head_sha256": sha256(folder / "head.safetensors")}
+    (folder / "train.json").write_text(json.dumps(record))
 
 
 @pytest.fixture(params=["hidden", "logits", "both"])
@@ -177,8 +185,16 @@ def test_a_head_on_other_features_of_the_rows_is_refused(tmp_path):
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):
     head = trained(tmp_path / "train", "logits")
-    save_file(head.state_dict() | {"mean": torch.full((12,), torch.nan)}, tmp_path / "train" / "head.safetensors")
+    put(tmp_path / "train", head.state_dict() | {"mean": torch.full((12,), torch.nan)})
     with pytest.raises(ValueError, match="not finite"):
+        export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_export_refuses_a_head_that_is_not_the_one_of_its_training_record(tmp_path):
+    head = trained(tmp_path / "train", "logits")
+    save_file(head.state_dict() | {"mean": torch.zeros(12)}, tmp_path / "train" / "head.safetensors")
+    with pytest.raises(ValueError, match="head.safetensors is not the head that train.json describes; delete both"):
         export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))
     assert not (tmp_path / "bundle").exists()
 

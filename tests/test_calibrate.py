@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import shutil
+import signal
 from dataclasses import replace
 
 import numpy
@@ -10,6 +13,7 @@ import torch
 from diversed import cli
 from diversed.eval.calibration import choose, drop_test, upper_bound
 from diversed.eval.sweep import Sweep
+from diversed.export import bundle_writer
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.bundle import HeadCard, load_bundle
@@ -191,9 +195,67 @@ def test_a_bundle_of_another_head_is_not_calibrated_from_texts_of_the_old_one(wo
         (0.1, ["--level", 1], "`level` must lie between 0 and 1"),
         (0.1, ["--biases", "1e5"], "`biases` must be numbers between -10000 and 10000"),
         (0.1, ["--prompts", 0], "`prompts` must be at least 1, got 0"),
+        (0.1, ["--method", "plain"], "`method` plain drafts nothing, so no bias changes its texts"),
+        (0.1, ["--method", "tokn"], "tokn"),
+        (0.1, ["--data.reference_field", "answer"], "has no field answer"),
+        (0.1, ["--target", "nowhere"], "nowhere"),
         (0.1, ["--data.score", "target_logprob"], "has no bounds; calibrate on a task whose score is in [0, 1]"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_in_a_sentence(workplace, bundle, capsys, limit, more, sentence):
     assert run(bundle, workplace, limit, *more) == 2
     assert sentence in capsys.readouterr().err
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_a_selector_and_custom_generate_stay_in_the_bundle(workplace, tmp_path, monkeypatch):
+    card = replace(workplace[2], custom_generate=True)
+    bundle = write_bundle(tmp_path / "bundle", WeightHead("logits"), card)
+    chooser = {"selector.json": b"{}", "selector.safetensors": b"weights"}
+    for name, content in chooser.items():
+        (bundle / name).write_bytes(content)
+    monkeypatch.setattr(bundle_writer, "read_selector_card", lambda folder: None)
+    for limit, code in ((0.4, 0), (0.1, 1)):
+        assert run(bundle, workplace, limit) == code
+        assert {name: (bundle / name).read_bytes() for name in chooser} == chooser
+        assert (bundle / "custom_generate/gate.py").is_file() and load_bundle(bundle).card.custom_generate
+
+
+def killed(bundle, workplace, moment, after):
+    """Calibrate, and die before or after the rename with this number; whether it came through."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    seen = []
+
+    def dying(original):
+        def rename(*arguments):
+            seen.append(1)
+            if len(seen) == moment and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(*arguments)
+            if len(seen) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return rename
+
+    os.replace, os.rename = dying(os.replace), dying(os.rename)
+    bundle_writer.exchange = dying(bundle_writer.exchange)
+    os._exit(run(bundle, workplace, 0.4))
+
+
+def test_killed_at_any_rename_a_bundle_is_there_and_the_next_run_ends_with_the_same_bytes(workplace, bundle, tmp_path):
+    fresh = shutil.copytree(bundle, tmp_path / "fresh")
+    assert run(bundle, workplace, 0.4) == 0
+    expected = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    for moment in range(1, 100):
+        for after in (False, True):
+            for folder in (bundle, f"{bundle}-calibration"):
+                shutil.rmtree(folder)
+            shutil.copytree(fresh, bundle)
+            if killed(bundle, workplace, moment, after):
+                assert moment > 10
+                return
+            load_bundle(bundle)
+            assert run(bundle, workplace, 0.4) == 0
+            assert {path.name: path.read_bytes() for path in bundle.iterdir()} == expected

@@ -24,6 +24,7 @@ from diversed.fields import (
 )
 from diversed.files import Folder, Progress, cut_units, exclusive, write_whole
 
+FORMAT = {"settings_format": 2}
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0, "top_k": 0}, "methods": ["token"]}
 
 
@@ -36,7 +37,7 @@ def begin(path, settings=SETTINGS, **options):
 def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
     path = tmp_path / "out"
     assert begin(path) is False and begin(path) is True
-    assert json.loads((path / "settings.json").read_text()) == SETTINGS
+    assert json.loads((path / "settings.json").read_text()) == FORMAT | SETTINGS
     for change, sentence in [
         ({"seed": 5}, "seed 0, now it is 5"),
         ({"sampling": {"temperature": 1.0, "top_k": 3}}, "sampling.top_k 0, now it is 3"),
@@ -48,7 +49,7 @@ def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
             f"{path} was begun with {sentence}; give the same again to continue it, choose another --out or delete the "
             "folder"
         )
-    assert json.loads((path / "settings.json").read_text()) == SETTINGS
+    assert json.loads((path / "settings.json").read_text()) == FORMAT | SETTINGS
 
 
 def test_a_setting_that_the_folder_was_begun_without_is_named_with_a_remedy_that_works(tmp_path):
@@ -70,8 +71,8 @@ def test_settings_are_compared_as_the_file_holds_them_and_long_ones_are_cut(tmp_
 def test_state_stands_beside_the_settings_and_may_change(tmp_path):
     folder = Folder(tmp_path, "manifest.json")
     folder.begin(SETTINGS, state={"complete": False})
-    assert folder.begun() == {"complete": False, **SETTINGS}
-    write_whole(tmp_path / "manifest.json", json.dumps({"complete": True, **SETTINGS}))
+    assert folder.begun() == {"complete": False, **FORMAT, **SETTINGS}
+    write_whole(tmp_path / "manifest.json", json.dumps({"complete": True, **FORMAT, **SETTINGS}))
     assert folder.begin(SETTINGS, state={"complete": False}) and folder.begun()["complete"]
 
 
@@ -167,10 +168,10 @@ def test_locks_and_temporary_files_are_not_written_through_links(tmp_path, link)
     with pytest.raises(ValueError, match=r"\.lock is a link, expected a file of its own; delete it"):
         with exclusive(tmp_path / "out"):
             pass
-    link(victim, tmp_path / "out/.a.json.part")
+    link(victim, tmp_path / f"out/.a.json.{os.getpid()}.part")
     write_whole(tmp_path / "out/a.json", "{}")
     assert victim.read_text() == "a diary" and (tmp_path / "out/a.json").read_text() == "{}"
-    assert not (tmp_path / "out/a.json").is_symlink() and not (tmp_path / "out/.a.json.part").exists()
+    assert not (tmp_path / "out/a.json").is_symlink() and not (tmp_path / f"out/.a.json.{os.getpid()}.part").exists()
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

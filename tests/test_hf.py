@@ -11,7 +11,7 @@ import torch
 from diversed.commands.export import export
 from diversed.export.bundle_writer import add_frontier, write_bundle
 from diversed.export.hf import FIELDS, _refuse
-from diversed.files import SEEDS
+from diversed.files import SEEDS, sha256
 from diversed.runtime.bundle import add_bias, load_bundle
 from diversed.runtime.engine import decode
 from diversed.runtime.loading import make_pair
@@ -59,8 +59,9 @@ def repository(folder, pair, features="both", weight=None, draft_length=3):
     record = {"head": {"features": features} | sizes, "manifest": manifest, "traces_sha256": "d" * 64}
     train = folder.parent / f"{folder.name}-train"
     train.mkdir()
-    (train / "train.json").write_text(json.dumps(record))
     save_file(head.state_dict(), train / "head.safetensors")
+    record["head_sha256"] = sha256(train / "head.safetensors")
+    (train / "train.json").write_text(json.dumps(record))
     export(train=str(train), out=str(folder), draft_length=draft_length, format="hf")
     return folder
 

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -368,8 +369,14 @@ def _die_in_checkpoint(number):
     os.replace = replace
 
 
-def _die_at(module, name):
-    setattr(module, name, _die)
+def _die_at(module, name, call=1):
+    original, seen = getattr(module, name), []
+
+    def dies(*arguments):
+        seen.append(1)
+        return original(*arguments) if len(seen) < call else _die()
+
+    setattr(module, name, dies)
 
 
 KILLS = {
@@ -378,6 +385,7 @@ KILLS = {
     "while the first checkpoint is written": lambda: _die_in_checkpoint(1),
     "while the second checkpoint replaces the first": lambda: _die_in_checkpoint(2),
     "between a checkpoint and its figures": lambda: _die_at(fit, "_write_metrics"),
+    "between the last checkpoint and its figures": lambda: _die_at(fit, "_write_metrics", 3),
     "between the last epoch and the head": lambda: _die_at(head_training, "_write_head"),
     "between the head and train.json": lambda: _die_at(head_training, "sha256"),
 }
@@ -417,13 +425,65 @@ def test_damaged_settings_are_named_with_the_way_out(finished, traces, tmp_path,
         command(["--data.traces", traces, "--out", str(tmp_path / "train")])
 
 
-def test_a_damaged_checkpoint_is_named_with_the_way_out(traces, tmp_path):
-    (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
-    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read .*; delete it to train from the start"):
-        train(traces=traces, out=str(tmp_path), **SETTINGS)
-    torch.save({"state_dict": {}, "loops": {}}, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read \(it has no optimizer_states\)"):
-        train(traces=traces, out=str(tmp_path), **SETTINGS)
+@pytest.fixture
+def unfinished(finished, tmp_path):
+    """A run that was killed between its last epoch and the head."""
+    out = shutil.copytree(finished, tmp_path / "train")
+    for name in ("train.json", "head.safetensors"):
+        (out / name).unlink()
+    return out
+
+
+def refused_checkpoint(traces, out, why):
+    before = {path.name: path.read_bytes() for path in out.glob("[!.]*")}
+    with pytest.raises(ValueError, match=rf"last\.ckpt cannot be read \({why}.*\); delete it to train from the start"):
+        train(traces=traces, out=str(out), **SETTINGS)
+    assert {path.name: path.read_bytes() for path in out.glob("[!.]*")} == before
+
+
+def test_a_damaged_checkpoint_is_named_with_the_way_out(finished, traces, unfinished):
+    (unfinished / "last.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    refused_checkpoint(traces, unfinished, "")
+    torch.save({"state_dict": {}, "loops": {}}, unfinished / "last.ckpt")
+    refused_checkpoint(traces, unfinished, "it has no optimizer_states")
+    (unfinished / "last.ckpt").unlink()
+    train(traces=traces, out=str(unfinished), **SETTINGS)  # the remedy
+    assert (unfinished / "head.safetensors").read_bytes() == (finished / "head.safetensors").read_bytes()
+
+
+def test_a_bit_flipped_anywhere_in_a_checkpoint_is_found(traces, unfinished):
+    whole, draw = (unfinished / "last.ckpt").read_bytes(), random.Random(0)
+    places = [draw.randrange(8 * len(whole)) for _ in range(60)] + [8 * len(whole) - bit for bit in (1, 8 * 65, 8 * 66)]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        (unfinished / "last.ckpt").write_bytes(flipped)
+        refused_checkpoint(traces, unfinished, "")
+    (unfinished / "last.ckpt").write_bytes(whole + b"0")
+    refused_checkpoint(traces, unfinished, "")
+
+
+def test_the_checkpoint_of_another_run_or_of_an_earlier_epoch_is_refused(traces, unfinished, tmp_path):
+    other = tmp_path / "other"
+    train(traces=traces, out=str(other), **SETTINGS, seed=1)
+    early = tmp_path / "early"
+    process = multiprocessing.get_context("fork").Process(
+        target=_train_and_die, args=("while the second checkpoint replaces the first", traces, str(early))
+    )
+    process.start()
+    process.join(60)
+    for folder, why in ((other, "it is of another run"), (early, "it is of an earlier epoch than metrics.csv")):
+        shutil.copy(folder / "last.ckpt", unfinished / "last.ckpt")
+        refused_checkpoint(traces, unfinished, why)
+
+
+def test_results_without_their_settings_are_not_taken_for_those_of_others(finished, traces, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "train")
+    (out / "settings.json").unlink()
+    for name in ("train.json", "last.ckpt"):
+        with pytest.raises(ValueError, match=f"holds {name} but no settings.json; choose another --out or delete"):
+            train(traces=traces, out=str(out), **SETTINGS, seed=1)
+        (out / name).unlink()
 
 
 class Payload:
@@ -434,9 +494,8 @@ class Payload:
         return type(self.path).touch, (self.path,)
 
 
-def test_code_in_a_checkpoint_is_not_run(traces, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
+def test_code_in_a_checkpoint_is_not_run(traces, unfinished, tmp_path):
+    out = unfinished
     torch.save({"state_dict": {}, "loops": {}, "optimizer_states": [Payload(tmp_path / "ran")]}, out / "last.ckpt")
     with pytest.raises(ValueError, match=r"last\.ckpt cannot be read \(it .* holds more than tensors and plain data\)"):
         train(traces=traces, out=str(out), **SETTINGS)

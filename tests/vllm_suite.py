@@ -9,6 +9,7 @@ import pytest
 import torch
 from diversed.commands.export import export
 from diversed.export import vllm as plugin
+from diversed.files import sha256
 from diversed.runtime.loading import make_pair
 from diversed.runtime.sampling import Sampling, probabilities
 from diversed.runtime.uniforms import uniforms
@@ -77,8 +78,9 @@ def gate(pair, folder, features="logits", **card):
     manifest = models | {"tokenizer": "c", "vocab": VOCAB, "sampling": vars(Sampling()), "task": "sums"} | card
     record = {"head": {"features": features} | sizes, "manifest": manifest | {"relaxation": "none"}}
     (folder / "train").mkdir()
-    (folder / "train" / "train.json").write_text(json.dumps(record | {"traces_sha256": "d" * 64}))
     save_file(head.state_dict(), folder / "train" / "head.safetensors")
+    record |= {"traces_sha256": "d" * 64, "head_sha256": sha256(folder / "train" / "head.safetensors")}
+    (folder / "train" / "train.json").write_text(json.dumps(record))
     export(train=str(folder / "train"), out=str(folder / "bundle"))
     return str(folder / "bundle")
 

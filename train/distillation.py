@@ -43,6 +43,7 @@ from .fit import CHECKPOINT, build_trainer, fit, quiet, settle
 
 DONE = "distill.json"
 UNIT = 32  # prompts per shard of the texts
+TRAINING = ("peft", "pytorch-lightning")  # whose versions decide the draft too
 CLIP = 1.0  # largest norm of the gradient
 
 
@@ -76,7 +77,7 @@ def distill_draft(
 ) -> Path:
     """Fine-tune a draft to its target on the target's own texts, or continue; the folder."""
     _refuse_bad(models, prompts, trained)
-    settings = {"threads": run.threads}
+    settings = {"threads": run.threads, "versions": versions((*DECIDING, *TRAINING))}
     for group in (models, prompts, material, trained, fitting):
         settings |= asdict(group)
     del settings["traces"]
@@ -84,7 +85,7 @@ def distill_draft(
         settings["draft"] = None  # none is looked at
     folder = Path(run.out)
     with quiet(), exclusive(folder):
-        settle(folder, settings)
+        settle(folder, settings, write=False)
         if (folder / DONE).is_file():
             print(f"{folder} is already distilled; choose another --out to do it again")
             return folder
@@ -146,7 +147,7 @@ def _report(folder: Path, module: DraftModule, origin: dict) -> None:
         "before": {name: before[name] for name in after},
         "after": after,
         "figures": module.history,
-        "versions": versions((*DECIDING, "peft", "pytorch-lightning")),
+        "versions": versions((*DECIDING, *TRAINING)),
     }
     write_whole(folder / DONE, json.dumps(report, indent=2) + "\n")
     (folder / CHECKPOINT).unlink()  # several times the draft with its optimiser

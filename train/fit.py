@@ -2,7 +2,7 @@
 
     OUT/settings.json   what a run was started with; it is continued with the same settings only
     OUT/last.ckpt       weights, optimiser, schedule and loop state after the last finished epoch;
-                        tensors and plain data
+                        tensors and plain data, with the run they are of and a checksum
     OUT/metrics.csv     the figures of every epoch
 
 Every file is renamed into place whole, and everything random is a function of (seed, epoch): a run
@@ -13,11 +13,14 @@ machine, same number of threads).
 from __future__ import annotations
 
 import csv
+import hashlib
 import inspect
 import io
 import logging
 import math
+import signal
 import sys
+import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import make_dataclass
@@ -31,9 +34,10 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torchmetrics import MeanMetric, SumMetric
 
-from ..files import Folder, within, write_whole
+from ..files import Folder, sha256, within, write_whole
 
-CHECKPOINT = "last.ckpt"
+CHECKPOINT, METRICS = "last.ckpt", "metrics.csv"
+SIGNATURE = 64  # bytes of a checkpoint's checksum
 DONE = ("train.json", "distill.json")  # written last, by `diversed train` and by `diversed distill`
 DEFAULTS = {
     "max_epochs": 4,
@@ -222,24 +226,41 @@ def fit(trainer: Trainer, module: Training, data: Any, folder: Path) -> None:
         if trainer.is_global_zero:
             print(f"continuing from {checkpoint}")
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero and module.history:
+        # A kill behind the last epoch's checkpoint had left its line out.
+        _write_metrics(folder / METRICS, module.history)
 
 
 def settle(folder: Path, settings: dict[str, Any], write: bool = True) -> None:
     """Refuse a folder in which an epoch was finished with other settings, else write these down."""
     place = Folder(folder)
-    anew = not any((folder / name).is_file() for name in (CHECKPOINT, *DONE))
+    there = [name for name in (*DONE, CHECKPOINT) if (folder / name).is_file()]
+    if there and not place.begun():
+        raise ValueError(
+            f"{folder} holds {there[0]} but no {place.name}; choose another --out or delete the"
+            " folder"
+        )
     if write:
-        place.begin(settings, anew=anew)
-    elif not anew:
-        place.refuse_others(place.begun() or settings, settings)
+        place.begin(settings, anew=not there)
+    elif there:
+        place.refuse_others(place.begun(), settings)
 
 
 def refuse_damaged(checkpoint: Path) -> None:
-    """ValueError with the way out if a checkpoint cannot be read, or is none."""
+    """ValueError with the way out unless a checkpoint is as it was written, of this run, and of its
+    last epoch.
+    """
     try:
-        found = torch.load(checkpoint, weights_only=True, map_location="cpu")
+        data = checkpoint.read_bytes()
+        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         if lacking := {"state_dict", "optimizer_states", "loops"} - found.keys():
             raise ValueError(f"it has no {min(lacking)}")
+        if _signed(data[: -SIGNATURE - 2]) != data:
+            raise ValueError("its checksum is not that of its contents")
+        if found.get("run") != _run(checkpoint.parent):
+            raise ValueError("it is of another run")
+        if len(found["history"]) < _epochs(checkpoint.parent / METRICS):
+            raise ValueError(f"it is of an earlier epoch than {METRICS}")
     except Exception as error:
         # Damage shows as any of a dozen exceptions, from the archive, the pickle inside it or a
         # tensor.
@@ -251,15 +272,32 @@ def refuse_damaged(checkpoint: Path) -> None:
         ) from error
 
 
+def _run(folder: Path) -> str:
+    """What tells the run in a folder from others: the checksum of its settings."""
+    path = folder / Folder.name
+    return sha256(path) if path.is_file() else ""
+
+
+def _epochs(metrics: Path) -> int:
+    """How many lines of figures a run has written."""
+    return max(0, metrics.read_bytes().count(b"\n") - 1) if metrics.is_file() else 0
+
+
+def _signed(archive: bytes) -> bytes:
+    """A zip archive, without the two bytes that count its comment, with its checksum as comment."""
+    archive += SIGNATURE.to_bytes(2, "little")
+    return archive + hashlib.sha256(archive).hexdigest().encode()
+
+
 class _WholeFiles(TorchCheckpointIO):
-    """Checkpoints appear whole: Lightning's own writer moves them from the system's temporary
-    folder, which copies.
+    """Checkpoints appear whole, with a checksum: Lightning's own writer moves them from the
+    system's temporary folder, which copies.
     """
 
     def save_checkpoint(self, checkpoint: dict, path: str, storage_options: Any = None) -> None:
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        write_whole(path, buffer.getvalue())
+        write_whole(path, _signed(buffer.getvalue()[:-2]))
 
 
 class _EpochEnd(ModelCheckpoint):
@@ -277,11 +315,21 @@ class _EpochEnd(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.out = out
+        self.sigterm = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Training) -> None:
+        super().on_train_start(trainer, pl_module)
+        # Lightning's own handler ends the process as if all were done.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.sigterm)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Training, checkpoint: dict) -> None:
+        checkpoint["run"] = _run(self.out)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Training) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if trainer.is_global_zero:
-            _write_metrics(self.out / "metrics.csv", pl_module.history)
+            _write_metrics(self.out / METRICS, pl_module.history)
             print(pl_module.line(pl_module.history[-1], trainer.max_epochs), flush=True)
 
 

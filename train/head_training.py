@@ -28,11 +28,12 @@ from pytorch_lightning import Trainer, seed_everything
 from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_whole
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
-from .fit import build_trainer, fit, quiet, sentences, settle
-from .module import HeadModule, HeadOptions
-from .record import RECORD
+from .fit import TrainerOptions, build_trainer, fit, quiet, sentences, settle
+from .module import HeadOptions, HeadModule
+from .record import RECORD, refuse_other_head
 
-# What changes the result of a run besides the settings of the model and the data.
+# What changes the result of a run besides the settings of the model and the data; other options of
+# the Trainer stand under `trainer`.
 TRAINER_SETTINGS = (
     "max_epochs",
     "max_steps",
@@ -40,6 +41,15 @@ TRAINER_SETTINGS = (
     "accumulate_grad_batches",
     "precision",
     "world_size",
+)
+# Options of the Trainer that change nothing about the head, or whose effect is written down
+# otherwise: as the number of processes, and as the device.
+NOT_DECIDING = (
+    *("accelerator", "strategy", "devices", "num_nodes", "plugins", "use_distributed_sampler"),
+    *("logger", "log_every_n_steps", "enable_autolog_hparams", "profiler", "callbacks"),
+    *("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "model_registry"),
+    *("num_sanity_val_steps", "limit_test_batches", "limit_predict_batches", "inference_mode"),
+    *("detect_anomaly", "barebones", "default_root_dir"),
 )
 
 
@@ -65,14 +75,27 @@ def train(
         texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits")
         seed_everything(seed, verbose=False)
         module = HeadModule(model, texts.draft_hidden, texts.target_hidden)
-        return _train(build_trainer(out, **trainer), module, texts, Path(out), threads)
+        within(1, MOST_THREADS, threads=threads)
+        deciding = {
+            "threads": threads,
+            "start_sha256": head_sha256(Path(model.start)) if model.start else None,
+            "trainer": _deciding({**vars(TrainerOptions()), **trainer}),
+        }
+        return _train(build_trainer(out, **trainer), module, texts, Path(out), deciding)
+
+
+def _deciding(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of a Trainer that decide the head, as plain data."""
+    others = (*TRAINER_SETTINGS, *NOT_DECIDING)
+    chosen = {name: value for name, value in trainer.items() if name not in others}
+    return json.loads(json.dumps(chosen, default=str))
 
 
 def _train(
-    trainer: Trainer, model: HeadModule, data: TraceModule, folder: Path, threads: int
+    trainer: Trainer, model: HeadModule, data: TraceModule, folder: Path, deciding: dict
 ) -> Path:
     """Train, or continue, or notice that there is nothing left to do; then write the head."""
-    within(1, MOST_THREADS, threads=threads)
+    threads = deciding["threads"]
     torch.set_num_threads(threads)
     batch = data.options.batch
     if batch % trainer.world_size:
@@ -85,16 +108,17 @@ def _train(
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     first = trainer.is_global_zero
     with exclusive(folder) if first else nullcontext():
-        settings = _settings(trainer, model, data, threads)
-        settle(folder, settings, write=first)
+        settings = _settings(trainer, model, data) | deciding
+        settle(folder, settings, write=False)
         if (folder / RECORD).is_file() and (folder / HEAD).is_file():
-            _refuse_damaged_result(folder)
+            refuse_other_head(folder, read_settings(folder / RECORD))
             if first:
                 print(f"{folder} is already trained; choose another --out to train again")
             return folder
         data.setup()
         _refuse_too_few(trainer, model, data)
         if first:
+            settle(folder, settings)
             _announce(model, data)
         fit(trainer, model, data, folder)
         if first:
@@ -102,7 +126,7 @@ def _train(
     return folder
 
 
-def _settings(trainer: Trainer, model: HeadModule, data: TraceModule, threads: int) -> dict:
+def _settings(trainer: Trainer, model: HeadModule, data: TraceModule) -> dict:
     """Everything the result depends on, as plain data."""
     return {
         **model.settings,
@@ -111,8 +135,9 @@ def _settings(trainer: Trainer, model: HeadModule, data: TraceModule, threads: i
         "reward": data.options.reward,
         **{name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "seed": data.seed,
-        "threads": threads,
+        "device": trainer.strategy.root_device.type,
         "traces_sha256": _traces_sha256(data),
+        "versions": versions(("diversed", "torch", "pytorch-lightning")),
     }
 
 
@@ -123,14 +148,6 @@ def _traces_sha256(data: TraceModule) -> str:
     if len(data.checksums) == 1:
         return data.checksums[0]
     return hashlib.sha256("".join(data.checksums).encode()).hexdigest()
-
-
-def _refuse_damaged_result(folder: Path) -> None:
-    if read_settings(folder / RECORD).get("head_sha256") != head_sha256(folder):
-        raise ValueError(
-            f"{folder / HEAD} is not the head that {RECORD} describes; delete both files and the"
-            " same command writes them again"
-        )
 
 
 def _refuse_too_few(trainer: Trainer, model: HeadModule, data: TraceModule) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import OBJECT, TEXT, optional, read_checked, whole
-from ..runtime.bundle import HEAD, HEAD_FIELDS, HeadCard, known_fields, read_head
+from ..runtime.bundle import HEAD, HEAD_FIELDS, HeadCard, head_sha256, known_fields, read_head
 from ..verifier.head import WeightHead
 
 RECORD = "train.json"
@@ -33,5 +33,15 @@ def read_trained(folder: str | Path) -> tuple[dict[str, Any], WeightHead]:
             f"{folder} has no {' and no '.join(missing)}: it is not a finished `diversed train` run"
         )
     record = read_checked(folder / RECORD, FIELDS, "train again")
+    refuse_other_head(folder, record)
     described = known_fields(HeadCard, record["head"])
     return record, read_head(folder, described, f"{RECORD} describes", "train again")
+
+
+def refuse_other_head(folder: Path, record: dict[str, Any]) -> None:
+    """ValueError unless the head in a folder is the one that train.json is about."""
+    if record.get("head_sha256") != head_sha256(folder):
+        raise ValueError(
+            f"{folder / HEAD} is not the head that {RECORD} describes; delete both files and the"
+            " same `diversed train` writes them again"
+        )
