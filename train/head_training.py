@@ -29,7 +29,7 @@ from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, wi
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import TrainerOptions, build_trainer, fit, quiet, sentences, settle
-from .module import HeadOptions, HeadModule
+from .module import HeadModule, HeadOptions
 from .record import RECORD, refuse_other_head
 
 # What changes the result of a run besides the settings of the model and the data; other options of
