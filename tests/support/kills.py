@@ -1,9 +1,10 @@
-"""Commands that are killed with SIGKILL at random moments end with the bytes of a run in one go.
+"""Commands that a signal ends at random moments: they end as the signal does, and then with the bytes of a run in one go.
 
 By hand, from the repository's root: python tests/support/kills.py FOLDER [--kills 50] [--seed 0] [--only gather ...]
-prints one line a command. The commands are imported once and every run is a fork, so that a kill meets work and not
-imports. The moment is uniform over the CPU time of the undisturbed run, which a busy machine does not stretch. After a
-run that came through before its kill the files are compared and the folder begun anew; the last run is left alone.
+[--signal KILL] [--fresh] prints one line a command. The commands are imported once and every run is a fork, so that a
+signal meets work and not imports; with --fresh every run is a process of its own, imports and all. The moment is
+uniform over the CPU time of the undisturbed run, which a busy machine does not stretch. After a run that came through
+before its signal the files are compared and the folder begun anew; the last run is left alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,7 @@ DECODE = (
     "decode --input in.jsonl --output out/out.jsonl --unit 3 --batch 3 --max_new_tokens 16 --method block "
     "--relaxation ensemble:0.3 --threads 1 --dtype float32"
 )
+DISTILL = "distill --out out --prompts 12 --samples 1 --max_new_tokens 24 --epochs 3 --rank 4 --validation 0.3 --patience 0"
 SELECT = (
     "select --out out --latencies gpu --prompts 6 --max_new_tokens 32 --unit 2 --trees 1 --methods token block "
     "--shapes 1 2 4 2x2 --epochs 3 --batch 8"
@@ -56,7 +59,10 @@ SERIES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "eval": (EVAL, lambda folder: None),
     "decode": (DECODE, _prompts),
     "select": (SELECT, lambda folder: None),
+    "distill": (DISTILL, lambda folder: None),
 }
+# signal -> the status that a process ends with
+ENDS = {"KILL": -signal.SIGKILL, "TERM": -signal.SIGTERM, "HUP": -signal.SIGHUP, "INT": 130}
 MEASURED = ("report.html", "frontier.png", "tokens.json")  # made of measured seconds
 COUNTS = ("last.ckpt",)  # Lightning counts steps since the last restart in it
 
@@ -77,7 +83,7 @@ def _bare(path: Path) -> bytes:
     return path.read_bytes() if path.suffix != ".md" else b""  # a bundle's README tells its tokens per second
 
 
-def start(words: str, folder: Path) -> int:
+def start(words: str, folder: Path, fresh: bool = False) -> int:
     """A child that runs the command in `folder`, what it prints appended to FOLDER/log; its pid."""
     child = os.fork()
     if child:
@@ -88,7 +94,10 @@ def start(words: str, folder: Path) -> int:
         log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        status = cli.main(words.split())
+        sys.argv = ["diversed", *words.split()]
+        if fresh:
+            os.execv(sys.executable, [sys.executable, "-m", *sys.argv])
+        status = cli.main()
     finally:
         os._exit(status)
 
@@ -99,38 +108,42 @@ def end(child: int) -> tuple[int, float]:
     return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
 
 
-def kill(child: int, seconds: float) -> None:
-    """SIGKILL once the child has used so much CPU time, unless it has ended before."""
+def kill(child: int, seconds: float, number: int) -> None:
+    """Send the signal once the child has used so much CPU time, unless it has ended before."""
     clock = Path(f"/proc/{child}/schedstat")
     while float(clock.read_text().split()[0] or 0) < seconds * 1e9:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
         time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, number)
 
 
-def series(name: str, place: Path, kills: int, draw: random.Random) -> dict:
-    """Kill one command so many times; what happened. AssertionError where a run fails or ends with other bytes."""
+def series(name: str, place: Path, kills: int, draw: random.Random, how: str = "KILL", fresh: bool = False) -> dict:
+    """End one command so many times; what happened. AssertionError where a run fails or ends with other bytes, or where
+    a signal is answered otherwise than by its status and a line that says how to resume.
+    """
     import transformers.models.llama.modeling_llama  # noqa: F401  else every fork imports it
 
     words, prepare = SERIES[name]
     cli.command(words.split()[0])
     place.mkdir(parents=True)
     prepare(place)
-    status, duration = end(start(words, place))
+    status, duration = end(start(words, place, fresh))
     assert status == 0, (place / "log").read_text()
     expected = contents(place / "out")
     shutil.rmtree(place / "out")
-    found = {"seconds": duration, "files": len(expected), "kills": 0, "finished": 0}
+    found = {"seconds": duration, "files": len(expected), "kills": 0, "told": 0, "finished": 0}
     while True:
         last = found["kills"] == kills
-        child = start(words, place)
+        (place / "log").unlink()
+        child = start(words, place, fresh)
         if not last:
-            kill(child, draw.uniform(0, duration))
+            kill(child, draw.uniform(0, duration), signal.Signals[f"SIG{how}"])
         status, _ = end(child)
-        assert status in (0, -signal.SIGKILL), (place / "log").read_text()
+        assert status in (0, ENDS[how]), f"{status}: {(place / 'log').read_text()}"
         if status != 0:
             found["kills"] += 1
+            found["told"] += f"resume with: diversed {words}" in (place / "log").read_text()
             continue
         found["finished"] += 1
         now = contents(place / "out")
@@ -146,13 +159,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signal", default="KILL", choices=list(ENDS))
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--only", nargs="*", default=list(SERIES), choices=list(SERIES))
     options = parser.parse_args()
     for name in options.only:
         place = options.folder.absolute() / name.partition(" ")[0]
-        found = series(name, place, options.kills, random.Random(options.seed))
+        found = series(name, place, options.kills, random.Random(options.seed), options.signal, options.fresh)
         print(
-            f"{name}: {found['kills']} kills over {found['seconds']:.1f} s of CPU time, {found['finished']} runs came "
+            f"{name}: {found['kills']} times SIG{options.signal}, {found['told']} said how to resume, over {found['seconds']:.1f} s of CPU time, {found['finished']} runs came "
             f"through, {found['files']} files with the bytes of the undisturbed run",
             flush=True,
         )
