@@ -29,6 +29,7 @@ from ..files import nearest
 from . import settings
 from .table import command
 
+PAIR = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 OPTION = re.compile(r"--[\w.]+\+?(=.*)?", re.DOTALL)
 
 
@@ -119,7 +120,7 @@ def read(parser: ArgumentParser, args: list[str], name: str) -> dict[str, Any]:
 
 def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> Namespace:
     """The options, not yet objects; what does not fit is a ValueError with a sentence."""
-    start = [f"--config={json.dumps(values, default=str)}"] if values else []
+    start = [f"--config={written(values)}"] if values else []
     try:
         return parser.parse_args(start + spell_out(parser, args, name))
     except ArgumentError as error:
@@ -194,10 +195,16 @@ def _spelled(option: str, values: list[str], kind: Any) -> list[str]:
         return [f"{option}=true"]
     item = _item(kind, values)
     if item and not values[0].startswith("["):
-        return [f"{option}={json.dumps(_items(option, values, kind, item))}"]
+        return [f"{option}={written(_items(option, values, kind, item))}"]
     if len(values) == 1 and values[0].startswith("-"):
         return [f"{option}={values[0]}"]  # argparse takes a bare -1e-3 for an option
     return [option, *values]
+
+
+def written(value: Any) -> str:
+    """A value as YAML in one line. JSON writes an emoji as two halves, which YAML refuses."""
+    text = json.dumps(value, default=str)
+    return PAIR.sub(lambda halves: json.loads(f'"{halves[0]}"'), text)
 
 
 def _items(option: str, values: list[str], kind: Any, item: Any) -> list:

@@ -16,7 +16,6 @@ import torch
 
 from ..files import SCORING, Progress, versions, within
 from ..runtime.bundle import head_sha256
-from ..runtime.completion import cut
 from ..runtime.groups import Models, SharedRun
 from ..runtime.model import Pair
 from ..runtime.relaxer import contents, load_relaxer
@@ -189,8 +188,7 @@ class _Gathering:
     def _reward(self, text: Sample, example: Example) -> float:
         if not self.task.scores_text:
             return mean_log_probability(text.columns["target_prob"].tolist())
-        answer = self.sampler.pair.tokenizer.decode(text.tokens, skip_special_tokens=True)
-        return self.task.score(cut(answer, self.task.stop), example)
+        return self.task.score(self.sampler.stops.cut(text.tokens), example)
 
 
 def as_shard(

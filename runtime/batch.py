@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import chain_twin
 from .choosers import StepContext
-from .completion import Completion, Request, cut, stopped
+from .completion import Completion, Request, Stops
 from .drafting import DraftShape
 from .model import Model, Output
 from .sampling import probabilities
@@ -46,6 +46,7 @@ class Row:
 
     index: int
     request: Request
+    stops: Stops
     completion: Completion = field(default_factory=Completion)
     behind: bool = False
     active: bool = True
@@ -76,17 +77,17 @@ class Row:
             self.recent = [said.tokens[path[-1]], said.bonus]
             self.behind = len(path) > max(said.levels, 1)
         else:
-            text = setup.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
-            done.text, done.seconds = cut(text, request.stop), time.perf_counter() - self.began
+            done.text = self.stops.cut(done.tokens)
+            done.seconds = time.perf_counter() - self.began
         return new
 
     def _until_end(self, setup: Setup, new: list[int]) -> tuple[list[int], bool]:
         """The new tokens up to the end of the text, and whether an end token or a stop string ends
         it.
         """
-        pair, before, stop = setup.pair, self.completion.tokens, self.request.stop
+        before = self.completion.tokens
         for count, token in enumerate(new, 1):
-            if token in pair.eos or stopped(pair.tokenizer, before + new[:count], stop):
+            if token in setup.pair.eos or self.stops.ended(before + new[:count]):
                 return new[:count], True
         return new, False
 
@@ -115,7 +116,10 @@ class Batch:
     def __init__(self, setup: Setup, requests: dict[int, Request]):
         pair = setup.pair
         self.setup, self.device = setup, pair.target.device
-        self.rows = [Row(index, request) for index, request in requests.items()]
+        self.rows = [
+            Row(index, request, Stops(setup.pair.tokenizer, request.stop))
+            for index, request in requests.items()
+        ]
         lanes = 2 + max(shape.lanes for shape in setup.shapes)
         self.uniforms = _Uniforms(self.device, lanes, setup.depth + 1)
         self.memory = setup.selector.init_state(len(requests), pair, self.device)

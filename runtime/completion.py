@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A stop string is looked for in this many more tokens than it has characters: a token may hold part
-# of a character.
+# Tokens that are looked at for a stop string beyond one for each of its characters.
 MARGIN = 8
+# What a decoder writes for bytes that are no character, or not yet.
+BROKEN = "\ufffd"
+# Characters at the end of a text that a decoder that tidies spaces may still change: " 've".
+TIDIED = 4
+# Tokens at the end that may belong to one character: three of its bytes, and an end token.
+PARTS = 4
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,16 @@ class Request:
 
 
 def check_stop(stop: Sequence[str]) -> None:
-    """ValueError for a stop string that would end every text, or one text given for a list of
-    them.
+    """ValueError for a stop string that would end every text or is no text, and for one text in
+    place of a list.
     """
-    if isinstance(stop, str) or not all(stop):
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"`stop` must be a list of texts, none empty, got {stop!r}")
+    for text in stop:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"`stop` must be UTF-8, got other bytes in {text!r}") from None
 
 
 @dataclass
@@ -116,48 +128,147 @@ class Completion:
         return len(self.tokens) / self.target_calls if self.target_calls else 0.0
 
 
-class Stream:
-    """A text as its tokens are committed: every character once, and none that a stop string may
-    still take back.
+class Stops:
+    """The stop strings of a text, and what they leave of it.
+
+    A stop string is looked for in the text as it is decoded without special tokens; one that holds
+    the name of a special token, such as `<|im_end|>`, also in the text with them. The first token
+    that completes a stop string ends the text, which is cut where a stop string first begins. A
+    space that a tokenizer drops at the beginning of a text counts as there.
     """
 
-    def __init__(self, tokenizer, stop: tuple[str, ...] = ()):
-        self.tokenizer, self.stop = tokenizer, stop
+    def __init__(self, tokenizer, strings: Sequence[str] = ()):
+        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.longest = max(map(len, strings), default=0)
+        self.special: dict[int, str] = {}
+        if strings:
+            added = tokenizer.added_tokens_decoder.items()
+            self.special = {token: str(name) for token, name in added if name.special}
+        named = [text for text in strings if any(name in text for name in self.special.values())]
+        self.named = tuple(named)
+
+    def ended(self, tokens: list[int]) -> bool:
+        """Whether the last of these tokens completes a stop string; the others did not."""
+        for strings, whole in ((self.strings, False), (self.named, True)):
+            if strings and _first(self._tail(tokens, whole), strings) is not None:
+                # The end of a text may be decoded otherwise than in the whole, which is cut.
+                if _first(self._text(tokens, whole), strings) is not None:
+                    return True
+        return False
+
+    def cut(self, tokens: list[int]) -> str:
+        """The text before the first stop string, without special tokens."""
+        text = self._text(tokens)
+        spaced = text[: _first(text, self.strings)]
+        if self.named:
+            whole = self._text(tokens, True)
+            if (end := _first(whole, self.named)) is not None:
+                spaced = min(spaced, self._shown(tokens, whole, end), key=len)
+        return spaced[self._dropped(tokens) :]
+
+    def certain(self, tokens: list[int]) -> str:
+        """What of the text no later token can change, if no stop string stands in it."""
+        while tokens and self._is_part(tokens[-1]):
+            tokens = tokens[:-1]
+        text = self._text(tokens).rstrip(BROKEN)
+        if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            text = text[:-TIDIED]
+        spaced = text[: len(text) - beginning(text, self.strings)]
+        if self.named:
+            whole = self._text(tokens, True)
+            if begun := beginning(whole, self.named):
+                spaced = min(spaced, self._shown(tokens, whole, len(whole) - begun), key=len)
+        return spaced[self._dropped(tokens) :]
+
+    def _text(self, tokens: list[int], whole: bool = False) -> str:
+        """The text as decoded. A tokenizer with bytes as tokens loses a run of them for one broken
+        character at its end; here only that character is lost.
+        """
+        text, shorter = self._decoded(tokens, whole), tokens
+        while text.endswith(BROKEN) and len(tokens) - len(shorter) < PARTS:
+            if not shorter or not self._is_part(shorter[-1]):
+                break
+            shorter = shorter[:-1]
+            before = self._decoded(shorter, whole)
+            if not before.endswith(BROKEN):
+                return before + BROKEN
+        return text
+
+    def _decoded(self, tokens: list[int], whole: bool) -> str:
+        """With special tokens if `whole`, and with the spaces that were dropped."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=not whole)
+        return " " * self._dropped(tokens) + text
+
+    def _tail(self, tokens: list[int], whole: bool) -> str:
+        """The text from before every stop string that the last token could complete."""
+        count = self.longest + MARGIN
+        last = len(self._decoded(tokens[-1:], whole))
+        while True:
+            text = self._text(tokens[-count:], whole)
+            enough = len(text) - last > self.longest and not text.startswith(BROKEN)
+            if enough or count >= len(tokens):
+                return text
+            count *= 2
+
+    def _shown(self, tokens: list[int], whole: str, end: int) -> str:
+        """The text without special tokens of the first `end` characters of the `whole` one."""
+        count = len(tokens)
+        while len(self._decoded(tokens[:count], True)) > end:
+            count -= 1
+        kept = len(self._decoded(tokens[:count], True))
+        begun = tokens[count : count + 1]  # the token in which a stop string begins
+        rest = "" if self.special.keys() & begun else whole[kept:end]
+        return self._decoded(tokens[:count], False) + rest
+
+    def _dropped(self, tokens: list[int]) -> int:
+        """How many spaces of the first word decoding drops; asked only for stop strings."""
+        if not self.strings or not tokens:
+            return 0
+        piece, text = self._piece(tokens[0]), self.tokenizer.decode(tokens[:1])
+        spaces = len(piece) - len(piece.lstrip("\u2581"))
+        return max(0, spaces - len(text) + len(text.lstrip(" ")))
+
+    def _is_part(self, token: int) -> bool:
+        """Whether it is a byte of a character, or a special token, which may stand between two."""
+        shown = self.tokenizer.decode([token], skip_special_tokens=True)
+        return not shown or bool(BYTE.fullmatch(self._piece(token)))
+
+    def _piece(self, token: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token) or ""
+
+
+class Stream:
+    """A text as its tokens are committed: every character once, and none that a stop string or the
+    rest of a character may still take back.
+    """
+
+    def __init__(self, tokenizer, stop: Sequence[str] = ()):
+        self.stops = Stops(tokenizer, stop)
         self.tokens: list[int] = []
         self.given = 0
 
     def add(self, new: list[int], ended: bool) -> str:
-        """The characters that these tokens make certain; all that are left where they end the
-        text.
-        """
+        """The characters that these tokens make certain; all that are left if they end the text."""
         self.tokens += new
-        text = cut(self.tokenizer.decode(self.tokens, skip_special_tokens=True), self.stop)
-        if not ended:
-            text = text.rstrip("\ufffd")  # bytes of a character whose others are still to come
-            text = text[: len(text) - beginning(text, self.stop)]
+        text = self.stops.cut(self.tokens) if ended else self.stops.certain(self.tokens)
         piece, self.given = text[self.given :], max(self.given, len(text))
         return piece
 
 
-def beginning(text: str, stop: tuple[str, ...]) -> int:
+def beginning(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of the text with which a stop string begins."""
     ends = (
         length
         for string in stop
-        for length in range(1, len(string))
+        for length in range(1, min(len(string), len(text) + 1))
         if text.endswith(string[:length])
     )
     return max(ends, default=0)
 
 
-def stopped(tokenizer, tokens: list[int], stop: tuple[str, ...]) -> bool:
-    """Whether a stop string stands at the end of the text; looks at its last tokens only."""
-    if not stop:
-        return False
-    tail = tokenizer.decode(tokens[-max(map(len, stop)) - MARGIN :], skip_special_tokens=True)
-    return any(string in tail for string in stop)
-
-
-def cut(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the first stop string."""
-    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
+def _first(text: str, strings: Sequence[str]) -> int | None:
+    """Where the first of these strings begins, None if there is none; bytes at the end of the text
+    may still become a character.
+    """
+    text = text.rstrip(BROKEN)
+    return min((text.find(string) for string in strings if string in text), default=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..verifier.head import logit_features
 from ..verifier.law import DraftTree, inverse_cdf
 from .batch import padded, prefill, refuse_nan
-from .completion import stopped
+from .completion import Stops
 from .engine import check_prompts
 from .model import Pair
 from .relaxer import Relaxer
@@ -50,6 +51,11 @@ class Sampler:
     stop: tuple[str, ...] = ()
     hidden: bool = False
     store_logits: int = 0
+
+    @cached_property
+    def stops(self) -> Stops:
+        """The stop strings for this pair's tokenizer."""
+        return Stops(self.pair.tokenizer, self.stop)
 
     @torch.no_grad()
     def run(
@@ -94,9 +100,8 @@ class Sampler:
                 text = texts[owner]
                 if not text.finished:
                     text.tokens.append(chosen[row])
-                    text.finished = chosen[row] in self.pair.eos or stopped(
-                        self.pair.tokenizer, text.tokens, self.stop
-                    )
+                    ends = chosen[row] in self.pair.eos
+                    text.finished = ends or self.stops.ended(text.tokens)
             alive = [row for row, owner in enumerate(owners) if not texts[owner].finished]
             if not alive:
                 break

@@ -12,57 +12,11 @@ from diversed import cli, files
 from diversed.files import exclusive
 from diversed.runtime import autotune as measured
 from diversed.runtime import groups
-from diversed.runtime.completion import Stream, beginning, cut
 from diversed.runtime.engine import decode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from .support.models import tiny_pair
 
 VOCAB = 11
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes, or short texts."""
-
-    def __init__(self, pieces: list[bytes]):
-        self.pieces = pieces
-
-    def decode(self, tokens, skip_special_tokens):
-        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
-
-
-@given(
-    st.lists(st.text("abé€", max_size=3), min_size=1, max_size=12),
-    st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3),
-    st.integers(0, 4),
-    st.randoms(use_true_random=False),
-)
-def test_what_is_streamed_is_never_taken_back_and_ends_as_the_text(words, stop, split, draw):
-    """Characters cut into bytes, words and blocks of any length; the text ends with its first stop string."""
-    pieces = [
-        piece for word in words for piece in ([word.encode()] if len(word) > split else map(_byte, word.encode()))
-    ]
-    tokenizer, stop = Bytes(pieces), tuple(stop)
-    ends = (n for n in range(1, len(pieces) + 1) if any(s in tokenizer.decode(range(n), True) for s in stop))
-    count = next(ends, len(pieces))
-    text, stream, shown, at = cut(tokenizer.decode(range(count), True), stop), Stream(tokenizer, stop), "", 0
-    while at < count:
-        block = list(range(at, min(at + draw.randint(1, 3), count)))
-        at += len(block)
-        shown += stream.add(block, ended=at == count)
-        assert text.startswith(shown)
-    assert shown == text
-
-
-def _byte(value: int) -> bytes:
-    return bytes([value])
-
-
-def test_only_the_longest_beginning_of_a_stop_string_is_held_back():
-    assert beginning("one END", ("END OF", "DO")) == 3 and beginning("one", ("END",)) == 0
-    stream = Stream(Bytes([b"a", b"ab", b"abc", b"x"]), ("abcd",))
-    assert [stream.add([token], False) for token in (0, 1, 2, 3)] == ["", "a", "ab", "abcx"]
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from diversed.data.sources import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
 from diversed.data.traces import read_manifest, read_shards
 from diversed.eval.summary import summarise
-from diversed.runtime.completion import cut
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -244,6 +243,11 @@ SANITIZED = {
     "source_file": "f", "task_id": 1, "prompt": MBPP["text"], "code": MBPP["code"], "test_imports": ["n = 6"],
     "test_list": MBPP["test_list"],
 }  # fmt: skip
+
+
+def cut(text, stop):
+    """The text before the first stop string."""
+    return min([text, *(text.partition(string)[0] for string in stop)], key=len)
 
 
 def code_task(name: str, path: Path, row: dict, **options):
