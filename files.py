@@ -86,6 +86,13 @@ def _cannot(*_: object) -> int:
     return -1
 
 
+def check_regular(path: Path) -> None:
+    """ValueError for what is no file: a pipe can be read once, a device for ever."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"{path} must be a file, it is {kind}; write a file and name that")
+
+
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in `path`; ValueError if it holds something else.
 

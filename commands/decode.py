@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 
+from ..data.prompts import NAMED, more
 from ..data.requests import Line, Results, read_lines
 from ..files import MOST_THREADS, SEEDS, Progress, sha256, versions, within
 from ..runtime import autotune
+from ..runtime.chat import LONGEST, check_chat
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.engine import STAGES, Engine, decode, run_grouped
 from ..runtime.groups import BundleModels, Tree
@@ -55,19 +57,23 @@ class PromptFile:
     """A file of prompts in place of one.
 
     Args:
-        input: file of prompts, one JSON object a line with `prompt` and, optional, `id`, `seed`,
-            `max_new_tokens`, `stop` and `relaxation`; lines of one relaxation are decoded together.
+        input: file of prompts, one JSON object a line with `prompt`, or a conversation as
+            `messages`, and, optional, `id`, `seed`, `max_new_tokens`, `stop` and `relaxation` (a
+            rule or a bundle); lines of one relaxation are decoded together.
         output: file of results, one JSON object for each line of the input, in its order; one that
             was begun with the same options is continued, and ends with the same bytes.
         batch: prompts of a file decoded together; when one ends, the next begins.
         unit: lines of a file that are decoded and written together; what a kill cut off is decoded
             again.
+        skip_bad: leave out lines that cannot be decoded, and say which; by default they are all
+            named and nothing is decoded.
     """
 
     input: str | None = None
     output: str | None = None
     batch: int = 32
     unit: int = 256
+    skip_bad: bool = False
 
     def __post_init__(self):
         within(1, batch=self.batch, unit=self.unit)
@@ -144,7 +150,7 @@ def decode_command(
 
 def _decode_prompt(way: Way) -> None:
     text = way.text
-    prompt = sys.stdin.read() if text.prompt == "-" else text.prompt
+    prompt = _standard_input() if text.prompt == "-" else text.prompt
     check_text(prompt)
     pair = way.load()
     way.settle_threads(pair, 1)
@@ -155,7 +161,7 @@ def _decode_prompt(way: Way) -> None:
 
     (completion,) = decode(
         pair,
-        [_encode(pair.tokenizer, prompt, text.chat)],
+        [prompt_tokens(prompt, pair.tokenizer, text.chat)],
         relaxation=way.relaxation,
         max_new_tokens=text.max_new_tokens,
         stop=text.stop,
@@ -168,18 +174,23 @@ def _decode_prompt(way: Way) -> None:
 
 def _decode_file(way: Way, file: PromptFile) -> None:
     shared = vars(way.text) | {"relaxation": way.relaxation, "method": way.tree.method}
-    lines = read_lines(file.input, shared)
-    results = Results(file.output, lines, file.unit)
+    lines, bad = read_lines(file.input, shared)
+    _tell(bad, len(lines), file)
+    results = Results(file.output)
+    way = _as_begun(way, results.folder.begun())
+    pair = way.load()
+    if way.text.chat:
+        check_chat(pair.tokenizer)
+    relaxations = list(dict.fromkeys(line.relaxation for line in lines))
+    made = {each: Engine(pair, relaxation=each, **way.options()) for each in relaxations}
+    lines, requests, long = _requests(lines, made, way.text.chat)
+    _tell(long, len(lines), file)
+    engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
     with results.folder.held():
-        way = _as_begun(way, results.folder.begun())
-        pair = way.load()
         way = replace(way, threads=way.settle_threads(pair, min(file.batch, len(lines))))
-        relaxations = list(dict.fromkeys(line.relaxation for line in lines))
-        made = {each: Engine(pair, relaxation=each, **way.options()) for each in relaxations}
-        engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
-        requests = {i: _request(line, i, engines[i], way.text.chat) for i, line in enumerate(lines)}
         rules = [engine.relaxer.rule for engine in made.values()]
-        first = results.begin(_settings(way, file, pair, rules))
+        settings = _settings(way, file, pair, rules)
+        first = results.begin(settings, lines, file.unit)
         done: list[Completion] = []
         seconds = dict.fromkeys(STAGES, 0.0)
         for engine in made.values():
@@ -213,15 +224,48 @@ def _as_begun(way: Way, begun: dict[str, Any]) -> Way:
     return way
 
 
-def _request(line: Line, index: int, engine: Engine, chat: bool) -> Request:
-    """The request of a line; what is wrong with its prompt is said with the line's place."""
-    try:
-        tokens = _encode(engine.pair.tokenizer, line.prompt, chat)
-        request = Request(tokens, line.seed, line.max_new_tokens, line.stop)
-        engine.check(index, request)
-    except ValueError as error:
-        raise ValueError(f"{line.place}: {error}") from None
-    return request
+def _requests(
+    lines: list[Line], made: dict[str, Engine], chat: bool
+) -> tuple[list[Line], dict[int, Request], list[str]]:
+    """The lines that can be decoded with their requests, and what is wrong with the others."""
+    kept: list[Line] = []
+    requests: dict[int, Request] = {}
+    bad: list[str] = []
+    for line in lines:
+        engine = made[line.relaxation]
+        try:
+            tokens = prompt_tokens(line.prompt, engine.pair.tokenizer, chat)
+            request = Request(tokens, line.seed, line.max_new_tokens, line.stop)
+            engine.check(len(kept), request)
+        except ValueError as error:
+            bad.append(f"{line.place}: {error}")
+            continue
+        requests[len(kept)] = request
+        kept.append(line)
+    return kept, requests, bad
+
+
+def _tell(bad: list[str], left: int, file: PromptFile) -> None:
+    """Name bad lines; ValueError unless they are to be skipped and some are left."""
+    if not bad:
+        return
+    if len(bad) == 1 and not file.skip_bad:
+        raise ValueError(f"{bad[0]}; --skip_bad leaves such lines out")
+    print("\n".join(bad[:NAMED]) + more(len(bad)), file=sys.stderr)
+    count = f"{len(bad)} of {len(bad) + left} lines of {file.input}"
+    if not file.skip_bad:
+        raise ValueError(f"{count} cannot be decoded; mend them, or leave them out with --skip_bad")
+    if not left:
+        raise ValueError(f"{count} cannot be decoded, which leaves none; mend them")
+    print(f"{count} are left out", file=sys.stderr)
+
+
+def _standard_input() -> str:
+    """The text on standard input, which may have no end."""
+    text = sys.stdin.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise ValueError(f"`prompt` on standard input has more than {LONGEST} characters; cut it")
+    return text
 
 
 def _settings(
@@ -285,11 +329,3 @@ def summary(done: list[Completion], seconds: dict[str, float]) -> str:
     ]
     lines += [f"{name:<9} {took:>8.2f} {took / total:>6.1%}" for name, took in stages.items()]
     return "\n".join(lines)
-
-
-def _encode(tokenizer, text: str, chat: bool) -> list[int]:
-    if chat and not tokenizer.chat_template:
-        raise ValueError(
-            "`chat` needs a tokenizer with a chat template, and this one has none; leave `chat` out"
-        )
-    return prompt_tokens(text, tokenizer, chat)

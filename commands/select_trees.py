@@ -77,15 +77,18 @@ def _label(run: Run, pair: Pair, texts: TextPrompts, labelling: Labelling) -> li
         stop, limit = (), TEXT_TOKENS
     else:
         task = texts.load()
-        encoded = [task.encode(row, pair.tokenizer, MOST_PROMPT_TOKENS) for row in task.examples]
+        encoded = task.encode_all(pair.tokenizer, None, MOST_PROMPT_TOKENS)
         stop, limit = task.stop, task.max_new_tokens
         origin |= task.settings
     origin |= {"threads": run.threads, "versions": versions()}
-    folders = []
+    labellers = {}
     for temperature in labelling.temperatures:
-        labeller = Labeller(
+        labellers[temperature] = Labeller(
             pair, Sampling(temperature), labelling, texts.max_new_tokens or limit, stop
         )
+        labellers[temperature].check(dict(enumerate(encoded)))
+    folders = []
+    for temperature, labeller in labellers.items():
         folder = Path(labelling.labels or out / "labels") / f"T={temperature:g}"
         folders.append(write_labels(folder, labeller, encoded, origin, texts.seed))
     return folders

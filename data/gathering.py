@@ -16,6 +16,7 @@ import torch
 
 from ..files import SCORING, Progress, versions, within
 from ..runtime.bundle import head_sha256
+from ..runtime.engine import check_prompts
 from ..runtime.groups import Models, SharedRun
 from ..runtime.model import Pair
 from ..runtime.relaxer import contents, load_relaxer
@@ -91,8 +92,9 @@ def gather_traces(
     relaxer = load_relaxer(rollouts.relaxation, pair, rollouts.sampling)
     task = prompts.load()
     new_tokens = prompts.max_new_tokens or task.max_new_tokens
-    limit = min(prompts.max_prompt_tokens, room(pair, new_tokens))
-    encoded = [task.encode(example, pair.tokenizer, limit) for example in task.examples]
+    most = room(pair, new_tokens)
+    encoded = task.encode_all(pair.tokenizer, prompts.max_prompt_tokens, most)
+    check_prompts(pair, dict(enumerate(encoded)), new_tokens)
     settings = {
         **pair.settings,
         "sampling": vars(rollouts.sampling),

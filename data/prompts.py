@@ -9,9 +9,11 @@ import json
 from dataclasses import dataclass
 from string import Formatter
 
+from ..runtime.chat import Turns
 from ..runtime.prompt import prompt_tokens
 
 PLACES = ("prompt", "article")
+NAMED = 20  # rows in a sentence; the others are counted
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Example:
     article: the one part that may lose its end, "" if nothing may.
     reference: the expected answer, None if the data has none.
     id: its place, such as "line 7 of test.jsonl"; unique within a task and split.
+    turns: a conversation in place of the three texts, which are empty then.
     """
 
     before: str
@@ -29,6 +32,7 @@ class Example:
     after: str
     reference: str | None
     id: str
+    turns: Turns = ()
 
     @property
     def prompt(self) -> str:
@@ -69,44 +73,79 @@ def fill(template: str, prompt: str, article: str) -> tuple[str, str, str]:
     return parts[0], article, parts[1]
 
 
-def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False) -> list[int]:
-    """Token ids of the prompt, at most `max_prompt_tokens`.
+class TooLong(ValueError):
+    """A prompt of `tokens` tokens, its article left out, where fewer are allowed."""
 
-    Raw prompts get the tokenizer's own special tokens in front and none behind. With `chat` the
-    prompt is one user turn of the tokenizer's chat template, up to the assistant's turn. The
-    longest beginning of the article that fits is kept; ValueError if the prompt without any article
-    is too long.
+    def __init__(self, example: Example, tokens: int, most: int):
+        what = "prompt without its article" if example.article else "prompt"
+        super().__init__(f"the {what} of {example.id} has {tokens} tokens, the limit is {most}")
+        self.tokens = tokens
+
+
+def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False) -> list[int]:
+    """Token ids of the prompt, at most `max_prompt_tokens`; see `prompt_tokens`.
+
+    The longest beginning of the article that fits is kept; TooLong if the prompt without any
+    article is too long.
     """
-    if chat and not getattr(tokenizer, "chat_template", None):
-        name = getattr(tokenizer, "name_or_path", "") or "this one"
-        raise ValueError(
-            f"`data.chat` needs a tokenizer with a chat template, {name} has none; leave"
-            " data.chat out"
-        )
 
     def tokens(kept: int) -> list[int]:
-        return prompt_tokens(
-            example.before + example.article[:kept] + example.after, tokenizer, chat
-        )
+        text = example.before + example.article[:kept] + example.after
+        return prompt_tokens(example.turns or text, tokenizer, chat)
 
-    ids = tokens(len(example.article))
-    if len(ids) <= max_prompt_tokens:
-        return ids
-    ids, fits, too_long = tokens(0), 0, len(example.article)
-    if len(ids) > max_prompt_tokens:
-        what = "prompt without its article" if example.article else "prompt"
-        raise ValueError(
-            f"prompt longer than the context: the {what} of {example.id} has {len(ids)} tokens, the"
-            f" limit is {max_prompt_tokens}; raise the limit or leave this row out"
-        )
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        trial = tokens(middle)
-        if len(trial) <= max_prompt_tokens:
-            ids, fits = trial, middle
-        else:
-            too_long = middle
+    try:
+        ids = tokens(len(example.article))
+        if len(ids) <= max_prompt_tokens:
+            return ids
+        ids, fits, too_long = tokens(0), 0, len(example.article)
+        if len(ids) > max_prompt_tokens:
+            raise TooLong(example, len(ids), max_prompt_tokens)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            trial = tokens(middle)
+            if len(trial) <= max_prompt_tokens:
+                ids, fits = trial, middle
+            else:
+                too_long = middle
+    except TooLong:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{example.id}: {error}") from None
     return ids
+
+
+def encode_all(
+    examples: list[Example], tokenizer, most: int | None, room: int | None, chat: bool
+) -> list[list[int]]:
+    """Token ids of every prompt; ValueError that names those that are too long.
+
+    most: the option `max_prompt_tokens`, None if the command has none.
+    room: tokens that can be read beside the new ones, None if the caller looks at that.
+    """
+    limit = min(bound for bound in (most, room) if bound is not None)
+    found, refused = [], []
+    for example in examples:
+        try:
+            found.append(encode(example, tokenizer, limit, chat))
+        except TooLong as error:
+            refused.append(error)
+    if not refused:
+        return found
+    longest = max(error.tokens for error in refused)
+    remedy = ""
+    if most is not None and (room is None or longest <= room):
+        remedy = f"raise `max_prompt_tokens` to {longest} or "
+    elif most is not None:
+        remedy = f"`max_new_tokens` leaves room for {room} tokens, lower it or "
+    raise ValueError(
+        f"prompt longer than the context: {'; '.join(map(str, refused[:NAMED]))}"
+        f"{more(len(refused))}; {remedy}leave such rows out"
+    )
+
+
+def more(count: int) -> str:
+    """The end of a list of `count` things of which NAMED are named."""
+    return f" and {count - NAMED} more" if count > NAMED else ""
 
 
 def checksum(prompts: list[list[int]]) -> str:

@@ -1,11 +1,12 @@
 """A file of prompts and the file of their results: what a line may say, and how a run that was
 killed continues.
 
-One object a line goes in, with `prompt` and, if they differ from the options of the command, `id`,
-`seed`, `max_new_tokens`, `stop` and `relaxation`. One line a request comes out, in the same order.
-Requests are decoded in units of fixed size, and the lines of a unit are written together. A unit
-that a kill cut off is decoded again from its beginning: its batches are then the same, floating
-point repeats, and the file ends with the bytes of a run in one go.
+One object a line goes in, with `prompt` or the turns of a conversation as `messages` and, if they
+differ from the options of the command, `id`, `seed`, `max_new_tokens`, `stop` and `relaxation`. A
+relaxation is a rule or a bundle: a file names no code. One line a request comes out, in the same
+order. Requests are decoded in units of fixed size, and the lines of a unit are written together. A
+unit that a kill cut off is decoded again from its beginning: its batches are then the same,
+floating point repeats, and the file ends with the bytes of a run in one go.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import Any
 from ..fields import TEXT, Field, fault, list_of, optional, unknown, whole
 from ..files import SEEDS, Folder, cut_units, open_own, within
 from ..runtime.bundle import read_card
+from ..runtime.chat import CONVERSATION, Turns
 from ..runtime.completion import Completion
 from ..runtime.prompt import check_text
 from ..verifier.relax import parse
-from .sources import read_rows
+from .sources import scan_rows
 
 FIELDS = {
-    "prompt": TEXT,
+    "prompt": optional(TEXT),
+    "messages": optional(CONVERSATION),
     "id": optional(Field(lambda value: type(value) in (str, int), "a text or a whole number")),
     "seed": optional(whole(*SEEDS)),
     "max_new_tokens": optional(whole(1)),
@@ -45,58 +48,86 @@ class Line:
 
     place: str
     id: str | int
-    prompt: str
+    prompt: str | Turns
     seed: int
     max_new_tokens: int
     stop: tuple[str, ...]
     relaxation: str
 
 
-def read_lines(path: str | Path, options: dict[str, Any]) -> list[Line]:
-    """Every request of the file, checked before any model is loaded; `options` are those of the
-    command.
+def read_lines(path: str | Path, options: dict[str, Any]) -> tuple[list[Line], list[str]]:
+    """The requests of the file, and what is wrong with its other lines, before any model is loaded;
+    `options` are those of the command.
 
     A line that leaves out its id or seed has i, counted from 0, and seed * 2^32 + i.
     """
     within(-(1 << 31), (1 << 31) - 1, seed=options["seed"])
     check_relaxation(options["relaxation"])
-    shared = {name: options[name] for name in ("max_new_tokens", "stop", "relaxation")}
     lines: list[Line] = []
+    bad: list[str] = []
     seen: dict[str | int, str] = {}
-    for index, (place, row) in enumerate(read_rows(Path(path))):
-        own = {name: value for name, value in row.items() if value is not None}
-        _check_fields(place, own)
-        if options["method"] == "plain" and own.get("relaxation", "none") != "none":
-            raise ValueError(
-                f"{place} relaxes towards the draft, and method plain has none; leave"
-                " `relaxation` out"
-            )
-        line = Line(place, **{"id": index, "seed": (options["seed"] << 32) + index} | shared | own)
-        if line.id in seen:
-            raise ValueError(
-                f"{place} has the id {line.id!r} of {seen[line.id]}; give every request its own"
-            )
+    for index, (place, row) in enumerate(scan_rows(Path(path))):
+        try:
+            line = _line(index, place, row, options)
+            if line.id in seen:
+                raise ValueError(
+                    f"{place} has the id {line.id!r} of {seen[line.id]}; give every request its own"
+                )
+        except ValueError as error:
+            bad.append(str(error))
+            continue
         seen[line.id] = place
         lines.append(line)
-    return lines
+    return lines, bad
 
 
-def _check_fields(place: str, row: dict) -> None:
-    if wrong := unknown(row, FIELDS) or fault(row, FIELDS):
-        raise ValueError(f"{place}: {wrong}")
+def _line(index: int, place: str, row: dict | ValueError, options: dict[str, Any]) -> Line:
+    """The request on a line; ValueError that says what is wrong with it."""
+    if isinstance(row, ValueError):
+        raise row
+    own = {name: value for name, value in row.items() if value is not None}
     try:
-        check_text(row["prompt"])
-        check_relaxation(row.get("relaxation", "none"))
+        _check_fields(own)
     except (ValueError, OSError) as error:
         raise ValueError(f"{place}: {error}") from None
+    if options["method"] == "plain" and own.get("relaxation", "none") != "none":
+        raise ValueError(
+            f"{place} relaxes towards the draft, and method plain has none; leave `relaxation` out"
+        )
+    values = {"id": index, "seed": (options["seed"] << 32) + index}
+    values |= {name: options[name] for name in ("max_new_tokens", "stop", "relaxation")} | own
+    if "messages" in values:
+        values["prompt"] = tuple(values.pop("messages"))
+    return Line(place, **values)
 
 
-def check_relaxation(relaxation: str) -> None:
+def _check_fields(row: dict) -> None:
+    if wrong := unknown(row, FIELDS) or fault(row, FIELDS):
+        raise ValueError(wrong)
+    if ("prompt" in row) == ("messages" in row):
+        raise ValueError("`prompt` is missing, a text; or `messages`, a conversation, but not both")
+    for turn in row.get("messages", ()):
+        if turn["content"]:
+            check_text(turn["content"])
+    if "prompt" in row:
+        check_text(row["prompt"])
+    check_relaxation(row.get("relaxation", "none"), code=False)
+
+
+def check_relaxation(relaxation: str, code: bool = True) -> None:
     """Refuse what is no relaxation, or names a folder that is no bundle, before any model is
     loaded.
+
+    code: whether it may name a function, which is imported and so runs.
     """
-    if folder := parse(relaxation).folder:
-        read_card(folder)
+    rule = parse(relaxation)
+    if rule.is_code and not code:
+        raise ValueError(
+            f"a file cannot name code to run, got `relaxation` {relaxation!r}; give it with"
+            " --relaxation"
+        )
+    if rule.folder:
+        read_card(rule.folder)
 
 
 class Results:
@@ -104,14 +135,14 @@ class Results:
     the lock.
     """
 
-    def __init__(self, path: str | Path, lines: list[Line], unit: int):
-        self.path, self.lines = Path(path), lines
-        self.units = cut_units(len(lines), unit)
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.lines: list[Line] = []
         run = self.path.with_name(f"{self.path.name}.run")
         self.folder = Folder(run, option="--output", results=self.path)
         self.size = 0  # of what was written whole, bytes
 
-    def begin(self, settings: dict[str, Any]) -> int:
+    def begin(self, settings: dict[str, Any], lines: list[Line], unit: int) -> int:
         """Number of requests whose results are there; other settings are refused, what a kill cut
         off is dropped.
         """
@@ -121,6 +152,7 @@ class Results:
                 " another --output or delete it"
             )
         self.folder.begin(settings)
+        self.lines, self.units = lines, cut_units(len(lines), unit)
         return self._kept()
 
     def _kept(self) -> int:

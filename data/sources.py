@@ -10,25 +10,36 @@ seed, limit or added row moves a row.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ..files import close_to
+from ..fields import MISSING, fault
+from ..files import check_regular, close_to
+from ..runtime.chat import CONVERSATION, Turns
 
 SPLITS = ("train", "validation", "test")
 STEMS = {name: name for name in SPLITS} | {name: "validation" for name in ("valid", "val", "dev")}
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 CARVED = {"test": (0.0, 0.1), "validation": (0.1, 0.2)}  # u in [low, high)
+LONGEST_ROW = 1 << 26  # bytes of a line
+LARGEST_ARRAY = 1 << 30  # bytes of a file that is one JSON array
+LONGEST_GAP = 1 << 16  # bytes of blanks in front of an array
 
 
-class Blank(ValueError):
-    """A row without text, or without the reference that the score needs."""
+class Hole(ValueError):
+    """A row that lacks a text or the reference that the score needs, or holds something else."""
+
+
+class Blank(Hole):
+    """A row whose text or reference is there, but says nothing."""
 
 
 @dataclass(frozen=True)
@@ -135,99 +146,180 @@ def split_files(path: Path) -> dict[str, Path]:
 
 
 def read_rows(path: Path) -> list[tuple[str, dict]]:
-    """(place, row) of every row; a place reads "line 7 of a.jsonl" or "item 7 of a.json"."""
-    text = _text(path)
-    if text.lstrip().startswith("["):
-        rows = [(f"item {i} of {path.name}", row) for i, row in enumerate(_parsed(text, path), 1)]
-    else:
-        # Not splitlines: JSON strings may hold U+2028 and other characters that it would split at.
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [(f"line {i} of {path.name}", _parsed(line, path, i)) for i, line in lines]
-    if not rows:
-        raise ValueError(f"{path} is empty; expected one JSON object a line")
-    for place, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{place} must be an object with named fields, got {json.dumps(row)[:60]}"
-            )
+    """(place, row) of every row; a place reads "line 7 of a.jsonl" or "item 7 of a.json".
+
+    ValueError for the first thing that is no row.
+    """
+    rows = scan_rows(path)
+    for _, row in rows:
+        if isinstance(row, ValueError):
+            raise row
     return rows
 
 
-def _text(path: Path) -> str:
-    try:
-        data = (
-            gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-        )
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} must be a whole gzip file: {error}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+def scan_rows(path: Path) -> list[tuple[str, dict | ValueError]]:
+    """(place, row) of every row; what is no row is the error that says why.
+
+    A line is read as far as a row may be long, and no further.
+    """
+    check_regular(path)
+    with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
+        try:
+            rows = _items(file, path) if _holds_array(file) else _lines(file, path)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} must be a whole gzip file: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} is empty; expected one JSON object a line")
+    return rows
+
+
+def _holds_array(file: BinaryIO) -> bool:
+    """Whether the file is one JSON array; it stands at its beginning afterwards."""
+    start = file.read(LONGEST_GAP).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _items(file: BinaryIO, path: Path) -> list[tuple[str, dict | ValueError]]:
+    data = file.read(LARGEST_ARRAY + 1)
+    if len(data) > LARGEST_ARRAY:
         raise ValueError(
-            f"{path} must be UTF-8, line {line} is not; convert it, for example with iconv"
-        ) from None
+            f"{path} is an array of more than {LARGEST_ARRAY} bytes, which is read as a whole;"
+            " write one object a line"
+        )
+    parsed = _parsed(data, path)
+    if isinstance(parsed, ValueError):
+        raise parsed
+    found = []
+    for number, row in enumerate(parsed, 1):
+        place = f"item {number} of {path.name}"
+        found.append((place, _row(row, place)))
+    return found
 
 
-def _parsed(text: str, path: Path, line: int | None = None):
+def _lines(file: BinaryIO, path: Path) -> list[tuple[str, dict | ValueError]]:
+    found: list[tuple[str, dict | ValueError]] = []
+    number = 0
+    while data := file.readline(LONGEST_ROW + 1):
+        number += 1
+        place = f"line {number} of {path.name}"
+        if len(data) > LONGEST_ROW:
+            raise ValueError(
+                f"line {number} of {path} has more than {LONGEST_ROW} bytes, which is no row; cut"
+                " it into rows"
+            )
+        if data.strip():
+            found.append((place, _row(_parsed(data, path, number), place)))
+    return found
+
+
+def _row(value: Any, place: str) -> dict | ValueError:
+    if isinstance(value, dict | ValueError):
+        return value
+    got = json.dumps(value)[:60]
+    return ValueError(f"{place} must be an object with named fields, got {got}")
+
+
+def _parsed(data: bytes, path: Path, line: int | None = None) -> Any:
+    """The JSON value, or the ValueError that says why there is none."""
     try:
-        return json.loads(text)
+        text = data.decode("utf-8-sig" if line in (None, 1) else "utf-8")
+    except UnicodeDecodeError as error:
+        line = line or data.count(b"\n", 0, error.start) + 1
+        return ValueError(
+            f"{path} must be UTF-8, line {line} is not; convert it, for example with iconv"
+        )
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         # Besides what is not JSON: a number of more digits than Python reads, brackets deeper than
         # its stack.
         line = line or getattr(error, "lineno", 1)
-        reason = (
-            "nested too deeply"
-            if isinstance(error, RecursionError)
-            else getattr(error, "msg", str(error))
-        )
-        raise ValueError(
+        reason = getattr(error, "msg", str(error))
+        if isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        return ValueError(
             f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}"
-        ) from None
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ValueError if it names a field twice, as nobody can know which value is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the field {twice} stands there twice")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def text_of(row: dict, field: str, place: str, option: str = "") -> str:
-    """The text in a field of a row; ValueError, or Blank if it is null.
+    """The text in a field of a row, or a number as text; Hole if it is none, Blank if it is null.
 
     field: a dot reaches inside lists and objects: "translation.de", "turns.0".
     option: that names another field.
     """
+    value = _lookup(row, field, place, option)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        inside = ()
+        if isinstance(value, dict | list) and value:
+            inside = value if isinstance(value, dict) else ["0"]
+        hint = "".join(
+            f"; name what is inside, such as {field}.{name}" for name in list(inside)[:1]
+        )
+        got = json.dumps(value) if isinstance(value, bool) else f"a {type(value).__name__}"
+        raise Hole(f"{place} must hold text in the field {field}, got {got}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Hole(f"{place} must hold text in the field {field}, got a number beyond all bounds")
+    _check_unicode(str(value), field, place)
+    return str(value)
+
+
+def prompt_of(row: dict, field: str, place: str, option: str = "") -> str | Turns:
+    """The text in a field of a row, or its conversation: turns with `role` and `content`."""
+    value = _lookup(row, field, place, option)
+    if not isinstance(value, list) or not any(isinstance(turn, dict) for turn in value):
+        return text_of(row, field, place, option)
+    if found := fault({field: value}, {field: CONVERSATION}):
+        raise Hole(f"{place}: {found}; a conversation is a list of turns with role and content")
+    _check_unicode(json.dumps(value, ensure_ascii=False), field, place)
+    return tuple(value)
+
+
+def _check_unicode(text: str, field: str, place: str) -> None:
     try:
-        value = _lookup(row, field)
-    except LookupError:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Hole(
+            f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair"
+        ) from None
+
+
+def _lookup(row: dict, field: str, place: str, option: str) -> Any:
+    """The value in a field of a row; Hole if the field is not there, Blank if it is null."""
+    value = row[field] if field in row else _inside(row, field)
+    if value is MISSING:
         other = f"; name another with `{option}`" if option else ""
         listing = ", ".join(map(str, row)) or "no field"
-        raise ValueError(
-            f"{place} has no field {field}, it has {listing}{close_to(field, row) or other}"
-        ) from None
+        raise Hole(f"{place} has no field {field}, it has {listing}{close_to(field, row) or other}")
     if value is None:
         raise Blank(
             f"{place} must hold text in the field {field}, got null; fill it or delete the row"
         )
-    if not isinstance(value, str | int | float):
-        inside = next(iter(value if isinstance(value, dict) else map(str, range(len(value)))), None)
-        hint = f"; name what is inside, such as {field}.{inside}" if inside else ""
-        raise ValueError(
-            f"{place} must hold text in the field {field}, got a {type(value).__name__}{hint}"
-        )
-    try:
-        str(value).encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{place} must hold valid Unicode in the field {field}, got half a surrogate pair"
-        ) from None
-    return str(value)
+    return value
 
 
-def _lookup(row: dict, field: str) -> Any:
-    if field in row:
-        return row[field]
-    value = row
+def _inside(value: Any, field: str) -> Any:
+    """What a dotted name leads to, MISSING if that is nothing."""
     for key in field.split("."):
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key in value:
             value = value[key]
-        elif isinstance(value, list) and key.isdecimal():
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
         else:
-            raise LookupError(field)
+            return MISSING
     return value

@@ -19,10 +19,11 @@ from typing import Any
 
 from ..assets.sums import problems
 from ..files import close_to, within
+from ..runtime.chat import Turns
 from . import layouts, sandbox
-from .prompts import PLACES, Example, check_template, encode, fill
+from .prompts import PLACES, Example, check_template, encode, encode_all, fill
 from .scores import SCORES, missing
-from .sources import SPLITS, Blank, Source, hub_source, local_source, text_of
+from .sources import SPLITS, Blank, Hole, Source, hub_source, local_source, prompt_of, text_of
 
 SUMS_PROBLEMS = 1000  # without a limit
 
@@ -48,7 +49,11 @@ class DataOptions:
             reference as tests of the text's program, or target_logprob, which needs no reference.
         stop: strings that end a text.
         max_new_tokens: tokens a text may have, the end-of-text included.
-        chat: send the prompt through the tokenizer's chat template.
+        chat: send the prompt through the tokenizer's chat template. A field with a conversation, a
+            list of turns with `role` and `content`, goes there anyway; if its last turn is the
+            assistant's, that turn is continued.
+        skip_incomplete: leave out rows that lack a text, or whose text or reference is empty or of
+            another kind, and say how many there are.
     """
 
     path: str | None = None
@@ -61,6 +66,7 @@ class DataOptions:
     stop: tuple[str, ...] | None = None
     max_new_tokens: int | None = None
     chat: bool = False
+    skip_incomplete: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Kind:
     hub: (repository, configuration). hub_splits: the splits that the hub has.
     layout: gives the row with these fields, if a file has others; see `layouts`.
     code: an answer is a program. Its fields are made by the layout, so no option names others.
+    languages: the template names the languages of the fields, whose names end in their codes.
     """
 
     template: str
@@ -88,15 +95,19 @@ class Kind:
     hub_splits: tuple[str, ...] = SPLITS
     layout: layouts.Layout = layouts.as_it_is
     code: bool = False
+    languages: bool = False
 
-    def texts(self, row: dict, place: str) -> tuple[str, str, str | None]:
+    def texts(self, row: dict, place: str) -> tuple[str | Turns, str, str | None]:
         """(prompt, article, reference) of a row; "" and None for what the task does not have."""
         found = {}
         for name in (*PLACES, "reference"):
             if field := getattr(self, name):
-                found[name] = text_of(row, field, place, "" if self.code else f"data.{name}_field")
+                read = prompt_of if name == "prompt" else text_of
+                found[name] = read(row, field, place, "" if self.code else f"data.{name}_field")
         prompt, article = found.get("prompt", ""), found.get("article", "")
-        if not (prompt + article).strip():
+        if not isinstance(prompt, str):
+            self._check_turns(prompt, place)
+        elif not (prompt + article).strip():
             raise Blank(
                 f"{place} has an empty prompt (field {self.prompt or self.article}); fill it or"
                 " delete the row"
@@ -113,6 +124,15 @@ class Kind:
                 f" {reference[:60]!r}"
             )
         return prompt, article, reference
+
+    def _check_turns(self, turns: Turns, place: str) -> None:
+        if self.template != "{prompt}" or self.code:
+            raise ValueError(
+                f"{place} holds a conversation in the field {self.prompt}, and a template is for"
+                " texts; use the task jsonl without `data.template`"
+            )
+        if not turns[-1]["content"].strip():
+            raise Blank(f"{place} has an empty last turn (field {self.prompt})")
 
 
 TASKS = {
@@ -163,6 +183,7 @@ TASKS = {
         layout=layouts.spec_bench(
             "translation", "translation.de", "translation.en", "Translate German to English: "
         ),
+        languages=True,
     ),
     "mbpp": Kind(
         "You are an expert Python programmer, and here is your task: {prompt} Your code should pass"
@@ -237,6 +258,15 @@ def _with_fields(name: str, options: DataOptions) -> Kind:
             f"the task {name} reads fields of its own, leave out `data.{next(iter(given))}_field`;"
             " or use the task jsonl with the score pass_at_1"
         )
+    for place, field in given.items():
+        own = getattr(kind, place) or ""
+        other = field.split(".")[-1] != own.split(".")[-1]
+        if kind.languages and other and options.template is None:
+            raise ValueError(
+                f"the task {name} translates {kind.prompt} into {kind.reference}, but"
+                f" `data.{place}_field` is {field}; say with `data.template` what to do, such as"
+                " 'Translate English to German: {prompt}', and with `data.stop` where a text ends"
+            )
     if name == "jsonl" and "article" in given:
         kind = replace(kind, prompt=None)
     return replace(kind, layout=layouts.as_it_is, **given)
@@ -316,6 +346,10 @@ class Task:
         """Token ids of the prompt, at most `max_prompt_tokens`; see `data.prompts.encode`."""
         return encode(example, tokenizer, max_prompt_tokens, self.options.chat)
 
+    def encode_all(self, tokenizer, most: int | None, room: int | None = None) -> list[list[int]]:
+        """Token ids of every prompt; see `data.prompts.encode_all`."""
+        return encode_all(self.examples, tokenizer, most, room, self.options.chat)
+
 
 def load_task(
     name: str,
@@ -390,15 +424,23 @@ def _rows(
         raise ValueError(
             "the task jsonl needs `data.path`, a .jsonl or .json file or a folder of them"
         )
-    read = cache(partial(_read, kind, source))
+    holes: dict[int, str] = {}
+    read = cache(partial(_read, kind, source, options.skip_incomplete, holes))
     members = _members(source, split, read)
     order = numpy.random.default_rng(seed).permutation(len(members))
     found = (read(members[i]) for i in order)
     usable = (text_and_example[1] for text_and_example in found if text_and_example)
     examples = list(islice(usable, limit))
     what = f"the {split} split of {source.name}"
+    first = holes[min(holes)] if holes else ""
     if not examples:
-        raise ValueError(f"{what} must hold rows with a text and a reference, it has none")
+        why = f": {first}" if first else ""
+        raise ValueError(f"{what} must hold rows with a text and a reference, it has none{why}")
+    if holes:
+        warnings.warn(
+            f"{len(holes)} incomplete rows of {source.name} are left out, the first: {first}",
+            stacklevel=4,
+        )
     if limit is not None and len(examples) < limit:
         warnings.warn(
             f"`limit` is {limit}, {what} holds {len(examples)} examples: all are used", stacklevel=4
@@ -407,9 +449,14 @@ def _rows(
     return examples, f"{len(examples)} of {len(members)} rows{carved} of {source.name}"
 
 
-def _read(kind: Kind, source: Source, index: int) -> tuple[str, Example] | None:
-    """(text without the template, example) of a row; None for a row of another task, and for a row
-    of the hub that lacks a text.
+def _read(
+    kind: Kind, source: Source, skip: bool, holes: dict[int, str], index: int
+) -> tuple[str, Example] | None:
+    """(text without the template, example) of a row; None for a row of another task, and for one
+    that is left out.
+
+    skip: whether incomplete rows are left out; of the hub's rows those without a text always are.
+    holes: gets why a row was left out.
     """
     place = source.place(index)
     try:
@@ -417,11 +464,14 @@ def _read(kind: Kind, source: Source, index: int) -> tuple[str, Example] | None:
         if row is None:
             return None
         prompt, article, reference = kind.texts(row, place)
-    except Blank:
-        if source.local:
-            raise
+    except Hole as error:
+        if not skip and (source.local or not isinstance(error, Blank)):
+            raise ValueError(f"{error}; `data.skip_incomplete` leaves such rows out") from None
+        holes[index] = str(error)
         return None
-    return prompt + article, Example(*fill(kind.template, prompt, article), reference, place)
+    if isinstance(prompt, str):
+        return prompt + article, Example(*fill(kind.template, prompt, article), reference, place)
+    return json.dumps(prompt), Example("", "", "", reference, place, prompt)
 
 
 def _members(source: Source, split: str, read: Callable) -> Sequence[int]:

@@ -117,7 +117,7 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
         engines[cell] = Engine(pair, *way, sampling=sampling)
     task = prompts.load()
     most = prompts.max_prompt_tokens
-    encoded = [task.encode(example, pair.tokenizer, most) for example in task.examples]
+    encoded = task.encode_all(pair.tokenizer, most)
     new_tokens = prompts.max_new_tokens or task.max_new_tokens
     for engine in engines.values():
         check_prompts(pair, dict(enumerate(encoded)), new_tokens + engine.shape.depth + 1)

@@ -1,6 +1,8 @@
-"""From the text of a prompt to the tokens that both models continue."""
+"""From the text of a prompt, or a conversation, to the tokens that both models continue."""
 
 from __future__ import annotations
+
+from .chat import Turns, rendered
 
 
 def check_text(text: str) -> None:
@@ -15,20 +17,25 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def prompt_tokens(text: str, tokenizer, chat: bool = False) -> list[int]:
-    """Token ids with the tokenizer's own special tokens in front and none behind.
+def prompt_tokens(prompt: str | Turns, tokenizer, chat: bool = False) -> list[int]:
+    """Token ids with the tokenizer's own special tokens once in front and none behind.
 
-    chat: the text is one user turn of the tokenizer's chat template, up to where the assistant
-        speaks.
+    prompt: a text, or a conversation. That goes through the tokenizer's chat template, up to where
+        the assistant speaks; if the last turn is the assistant's, its text is what is continued.
+    chat: a text is a conversation of one turn, the user's.
     """
-    if chat:
-        turn = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    # The template writes the special tokens itself. verbose=False: too long is no news here.
-    ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
-    if not chat and ids and ids[-1] == tokenizer.eos_token_id:
-        # An end-of-text that the tokenizer adds would end the text before it begins; one in the
-        # text itself stays.
-        plain = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return ids[:-1] if ids[len(ids) - 1 - len(plain) : -1] == plain else ids
-    return ids
+    if chat and isinstance(prompt, str):
+        prompt = ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, str):
+        # The template writes the special tokens itself. verbose=False: too long is no news here.
+        text = rendered(prompt, tokenizer)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    plain = list(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+    if not plain:
+        return [token for token in ids if token != tokenizer.eos_token_id]
+    added = range(len(ids) - len(plain) + 1)
+    front = next((at for at in added if ids[at : at + len(plain)] == plain), 0)
+    # A text that went through a template begins with these tokens; an end-of-text that the
+    # tokenizer adds would end the text before it begins.
+    return plain if plain[:front] == ids[:front] else ids[:front] + plain

@@ -161,10 +161,14 @@ class Labeller:
             parts.append(self._contexts(chosen, texts, passes, seed))
         return {name: torch.cat([part[name] for part in parts]) for name in LAYOUT}
 
-    def _texts(self, prompts: dict[int, list[int]], seed: int) -> list[list[int]]:
-        """One text after every prompt, the prompt included."""
+    def check(self, prompts: dict[int, list[int]]) -> None:
+        """Refuse prompts that leave no room for a text and a tree, and a relaxation that fails."""
         deepest = max(supertree.topology.depth for supertree in self.supertrees)
         check_prompts(self.pair, prompts, self.max_new_tokens + deepest + 1)
+        _ = self.relaxer
+
+    def _texts(self, prompts: dict[int, list[int]], seed: int) -> list[list[int]]:
+        """One text after every prompt, the prompt included."""
         sampler = Sampler(self.pair, self.relaxer, self.sampling, self.max_new_tokens, self.stop)
         samples = sampler.run(prompts, 1, lambda prompt, _: (seed << 44) ^ (prompt << 16))
         pairs = zip(prompts.values(), samples, strict=True)

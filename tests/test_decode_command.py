@@ -240,7 +240,7 @@ def test_a_prompt_longer_than_the_context_is_named_by_its_line(tmp_path, pair, r
     (tmp_path / "in.jsonl").write_text('{"prompt": "w2"}\n{"prompt": "' + "w3 " * 120 + '"}\n')
     assert refused(words(tmp_path, "out.jsonl")) == (
         "diversed decode: line 2 of in.jsonl: prompt 1 is longer than the context: 120 tokens and 17 new ones exceed "
-        "128; lower `max_new_tokens` or shorten the prompt"
+        "128; lower `max_new_tokens` or shorten the prompt; --skip_bad leaves such lines out"
     )
     (tmp_path / "in.jsonl").write_text('{"prompt": "w2", "relaxation": "ensemble:0.3"}\n')
     assert "line 1 of in.jsonl relaxes towards the draft, and method plain has none" in refused(

@@ -51,8 +51,8 @@ class Texts:
             seed=manifest["seed"],
             data=data,
         )
-        limit = min(manifest["max_prompt_tokens"], room(pair, manifest["max_new_tokens"]))
-        self.prompts = [task.encode(example, pair.tokenizer, limit) for example in task.examples]
+        most = room(pair, manifest["max_new_tokens"])
+        self.prompts = task.encode_all(pair.tokenizer, manifest["max_prompt_tokens"], most)
         self.items, owners = [], []
         for shard in read_shards(folder):
             for text, prompt in zip(
