@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 from ..runtime.drafting import topology
-from ..verifier.law import DraftTree, draw
+from ..verifier.law import DraftTree, unchecked_draw
 from ..verifier.methods import METHODS
 from .timing import in_turns, row, seconds
 from .workload import drawn
@@ -102,7 +102,7 @@ class _Step:
         draft = self.draft.float().softmax(-1)
         draft[:, [node for node in range(len(self.parents)) if node not in self.inner]] = 0
         tree = DraftTree(self.tokens, self.parents, draft, self.target.float().softmax(-1))
-        draw(self.method.unchecked(tree), self.uniform)
+        unchecked_draw(self.method.unchecked(tree), self.uniform)
 
     def kernel(self) -> None:
         drafted = self.inner[-1] + 1

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..files import code_sha256
 from ..verifier.law import DraftTree
-from ..verifier.relax import Relaxation, parse, relax, substitutions
+from ..verifier.relax import Relaxation, parse, substitutions, unchecked_relax
 from .bundle import Bundle, head_sha256, load_bundle
 from .model import Pair
 from .sampling import Sampling
@@ -84,7 +84,7 @@ class Relaxer:
         return self._relax(tree, self.weight(tree, hidden), None)
 
     def _relax(self, tree: DraftTree, weight: Tensor, spent: Tensor | None) -> DraftTree:
-        return relax(tree, self.rule, weight if self.weigh else None, spent=spent)
+        return unchecked_relax(tree, self.rule, weight if self.weigh else None, spent)
 
     def weight(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> Tensor:
         """[B, N] the draft's share at each node before any budget, which a kernel takes; NaN if the

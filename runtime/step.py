@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..verifier.kernels.cuts import cut
-from ..verifier.law import DraftTree, Verdict, draw
+from ..verifier.law import DraftTree, Verdict, unchecked_draw
 from ..verifier.tree import on_device
 from . import chain_twin
 from .drafting import DraftShape, children
@@ -251,7 +251,7 @@ class Step:
         """The verdict of the method's law on a relaxed tree, or of its twin, which is the same."""
         if self.way == "twin":
             return chain_twin.verdict(self.setup.method, tree, uniform)
-        return draw(self.setup.method.unchecked(tree), uniform)
+        return unchecked_draw(self.setup.method.unchecked(tree), uniform)
 
     def from_logits(
         self, drafted: Drafted, logits: Tensor, target: Tensor | None, weight: Tensor

@@ -548,3 +548,49 @@ def test_paths_auto_drafts_one_path_for_close_models_and_several_for_distant_one
     assert choose_paths(distant, draft, root, 4).item() > 1
     assert choose_paths(distant, draft, torch.eye(50)[:1], 4).tolist() == [1]
     assert choose_paths(distant[:, :0], draft[:, :0], root, 4).tolist() == [1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_edge_of_batches_dtypes_and_memory(name):
+    """An empty batch, half precision, rows that lie in memory in another order, and another default dtype."""
+    parents = {"chain": chain(2), "paths": paths(2, 2)}.get(METHODS[name].drafting, full_tree(2, 2))
+    tree, law = random_tree(parents, batch=3), METHODS[name].law
+    wanted = law(tree)
+    empty = law(DraftTree(tree.tokens[:0], parents, tree.draft[:0], tree.target[:0]))
+    assert draw(empty, torch.rand(0, 2)).node.shape == expected_length(empty, parents).shape == (0,)
+    turned = [rows.transpose(0, 2).contiguous().transpose(0, 2) for rows in (tree.draft, tree.target)]
+    torch.testing.assert_close(law(DraftTree(tree.tokens.T.contiguous().T, parents, *turned)).stop, wanted.stop)
+    torch.set_default_dtype(torch.float64)
+    try:
+        single = law(DraftTree(tree.tokens, parents, tree.draft.float(), tree.target.float()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert single.stop.dtype == single.next.dtype == expected_length(single, parents).dtype == torch.float32
+    torch.testing.assert_close(single.stop.double(), wanted.stop, atol=1e-5, rtol=0)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = law(DraftTree(tree.tokens, parents, tree.draft.to(dtype), tree.target.to(dtype)))
+        torch.testing.assert_close(half.stop.double(), wanted.stop, atol=0.02, rtol=0)
+        assert draw(half, torch.rand(3, 2)).token.shape == (3,)
+    tree.target.requires_grad_()
+    with pytest.raises(ValueError, match="must not require gradients, a law is computed in place and has none"):
+        law(tree)
+    with torch.no_grad():
+        torch.testing.assert_close(law(tree).stop, wanted.stop)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4), (2, 2, 0), (2, 4)])
+def test_edge_of_shapes(shape):
+    rows = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"`target` must be \[B, N, V\], got"):
+        METHODS["token"].law(DraftTree(torch.zeros(shape[:2], dtype=torch.int64), (-1, 0), rows, rows))
+
+
+@pytest.mark.parametrize(
+    "uniform, sentence",
+    [*((torch.full((2, 2), number), r"must lie in \[0, 1\)") for number in (-1e-9, 1.0, 2.0, float("nan"))),
+     *((torch.zeros(shape), r"must be \[B, 2\] floats, B = 2, got") for shape in ((2,), (3, 2), (2, 3), (2, 2, 1))),
+     (torch.zeros(2, 2, dtype=torch.int64), "torch.int64; two random numbers a request")],
+)  # fmt: skip
+def test_edge_of_random_numbers(uniform, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        draw(METHODS["token"].law(random_tree(chain(2), batch=2)), uniform)

@@ -378,3 +378,19 @@ def test_only_this_module_takes_the_string_of_a_relaxation_apart():
 )
 def test_taking_it_apart_is_noticed(line):
     assert takes_apart(line) == {1}
+
+
+@pytest.mark.parametrize("wrong", [-1e-9, 1 + 1e-6, math.nan, math.inf])
+def test_weights_and_numbers_that_are_none_are_refused(wrong):
+    rows = torch.full((2, 3, 4), 0.25)
+    tree, share = DraftTree(torch.zeros(2, 3, dtype=torch.int64), chain(2), rows, rows), torch.full((2, 3), 0.5)
+    share[1, 2] = wrong
+    with pytest.raises(ValueError, match=r"`weight` must lie in \[0, 1\], got others"):
+        relax(tree, "learned", share)
+    with pytest.raises(ValueError, match=r"weight must (lie in \[0, 1\]|be a finite number)"):
+        relax(tree, Relaxation("ensemble", (wrong,)))
+    if not 0 <= wrong < math.inf:
+        with pytest.raises(ValueError, match="`spent` must be at least 0 and finite"):
+            relax(tree, "ensemble:0.5;budget=1", spent=torch.full((2,), wrong))
+    empty = DraftTree(tree.tokens[:0], tree.parents, rows[:0], rows[:0])
+    assert relax(empty, "learned", share[:0]).target.shape == (0, 3, 4)

@@ -58,7 +58,14 @@ def said(request):
     """(the pair, stop strings, text, tokens, reason, limit of tokens) of one of the cases."""
     script, stop, text, count, reason = CASES[request.param]
     tokenizer = sentence_pieces()
-    return scripted_pair(tokenizer, pieces(tokenizer, script)), tuple(stop), text, count, reason, 4 if "cut off" in request.param and not stop else 30
+    return (
+        scripted_pair(tokenizer, pieces(tokenizer, script)),
+        tuple(stop),
+        text,
+        count,
+        reason,
+        4 if "cut off" in request.param and not stop else 30,
+    )
 
 
 @pytest.mark.parametrize("options", [{"method": "plain"}, {"method": "block", "draft_length": 7},
@@ -83,7 +90,9 @@ def test_a_gathering_ends_its_texts_at_the_same_tokens_and_scores_the_same_text(
     assert len(sample.tokens) == count and sample.finished == (reason != "length")
     assert {len(column) for column in sample.columns.values()} == {count}
     scored = []
-    task = SimpleNamespace(scores_text=True, score=lambda answer, example: scored.append(answer) or 0.5)
+    task = SimpleNamespace(
+        scores_text=True, score=lambda answer, example: scored.append(answer) or 0.5
+    )
     gathering = SimpleNamespace(task=task, sampler=sampler)
     assert _Gathering._reward(gathering, sample, None) == 0.5 and scored == [text]
 
@@ -117,11 +126,16 @@ def test_the_stream_is_never_taken_back_and_ends_as_the_text_whatever_the_tokens
         whole = tokenizer.decode(tokens, skip_special_tokens=draw.random() < 0.5)
         places = [draw.randrange(len(whole)) for _ in range(draw.randint(0, 3)) if whole]
         strings = [whole[place : place + draw.randint(1, 9)] for place in places]
-        stop = (*strings, *draw.sample(["the", "日", "😀", "<|im_end|>", " ", "t<|x|>"], draw.randint(0, 2)))
+        stop = (
+            *strings,
+            *draw.sample(["the", "日", "😀", "<|im_end|>", " ", "t<|x|>"], draw.randint(0, 2)),
+        )
         stop = tuple(string for string in stop if BROKEN not in string)
         stops = Stops(tokenizer, stop)
         count = _first_end(stops, tokens)
-        assert count == next((n for n in range(1, len(tokens) + 1) if stops.ended(tokens[:n])), None), (tokens, stop)
+        assert count == next(
+            (n for n in range(1, len(tokens) + 1) if stops.ended(tokens[:n])), None
+        ), (tokens, stop)
         ended += count is not None
         tokens = tokens[:count]
         text, stream, shown, at = stops.cut(tokens), Stream(tokenizer, stop), "", 0
@@ -140,9 +154,13 @@ def _random_tokens(tokenizer, special, draw):
     for _ in range(draw.randint(1, 20)):
         kind = draw.random()
         if kind < 0.2:
-            tokens += tokenizer(draw.choice(TEXTS), add_special_tokens=False).input_ids[: draw.randint(1, 30)]
+            tokens += tokenizer(draw.choice(TEXTS), add_special_tokens=False).input_ids[
+                : draw.randint(1, 30)
+            ]
         else:
-            tokens.append(draw.choice(special) if kind < 0.35 else draw.randrange(len(tokenizer) + 2))
+            tokens.append(
+                draw.choice(special) if kind < 0.35 else draw.randrange(len(tokenizer) + 2)
+            )
     return tokens
 
 

@@ -228,7 +228,7 @@ def _merged(
         order = (~mine).to(torch.uint8).argsort(dim=-1, stable=True)
         # the most children any node has; on a GPU and compiled the shape stays K, so that nothing
         # waits for the numbers
-        looked_at = mine.is_cpu and not torch.compiler.is_compiling()
+        looked_at = mine.is_cpu and mine.numel() and not torch.compiler.is_compiling()
         most = max(1, int(mine.sum(-1).max())) if looked_at else len(paths)
         order = order[..., :most]
         here = mine.gather(-1, order)

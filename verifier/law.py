@@ -74,6 +74,18 @@ def draw(law: Law, uniform: Tensor) -> Verdict:
     """The verdict that `uniform` [B, 2] in [0, 1) selects: first the stopping node, then the extra
     token.
     """
+    if tuple(uniform.shape) != (len(law.stop), 2) or not uniform.is_floating_point():
+        raise ValueError(
+            f"`uniform` must be [B, 2] floats, B = {len(law.stop)}, got {list(uniform.shape)}"
+            f" {uniform.dtype}; two random numbers a request"
+        )
+    if not ((uniform >= 0) & (uniform < 1)).all():
+        raise ValueError("`uniform` must lie in [0, 1), got others; torch.rand gives such numbers")
+    return unchecked_draw(law, uniform)
+
+
+def unchecked_draw(law: Law, uniform: Tensor) -> Verdict:
+    """`draw` for numbers that are known to be sound; it waits for no device."""
     node = inverse_cdf(law.stop, uniform[:, :1]).squeeze(-1)
     rows = law.next[torch.arange(len(node), device=node.device), node]
     return Verdict(node=node, token=inverse_cdf(rows, uniform[:, 1:]).squeeze(-1))
@@ -100,7 +112,7 @@ def validate(tree: DraftTree) -> DraftTree:
         empty[name] = total == 0
         # an entry of a bfloat16 row is off by at most 2^-9 of itself, and so is the sum
         unit = (total - 1).abs() <= (2e-2 if half else 1e-3)
-        flags += [total.isfinite().all(), rows.amin() >= 0, (unit | empty[name]).all()]
+        flags += [total.isfinite().all(), (rows.amin(-1) >= 0).all(), (unit | empty[name]).all()]
     pruned = empty["target"] & (tree.tokens >= 0)
     flags += [~empty["target"][:, 0].any(), ~pruned.any()]
     *sound, whole = torch.stack(flags).tolist()
@@ -148,7 +160,7 @@ def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:
 
 def _validate_shapes(tree: DraftTree) -> None:
     shape = tuple(tree.target.shape)
-    if len(shape) != 3:
+    if len(shape) != 3 or 0 in shape[1:]:
         raise ValueError(
             f"`target` must be [B, N, V], got {list(shape)}; a single row is [1, 1, V]"
         )
@@ -166,6 +178,11 @@ def _validate_shapes(tree: DraftTree) -> None:
         raise ValueError(
             f"`tokens` must be [B, N] like `target` {list(shape[:2])}, got"
             f" {list(tree.tokens.shape)}; one token a node, the root's included"
+        )
+    if torch.is_grad_enabled() and (tree.draft.requires_grad or tree.target.requires_grad):
+        raise ValueError(
+            "`draft` and `target` must not require gradients, a law is computed in place and has"
+            " none; call it under torch.no_grad() or detach the rows"
         )
     parents = tree.parents
     sound = isinstance(parents, tuple) and len(parents) == shape[1] and parents[0] == -1

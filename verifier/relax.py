@@ -169,6 +169,19 @@ def relax(
     spent:  [B] substitutions already charged to each request, for the budget; none if not given.
     """
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
+    if rule.name != "learned":
+        parse(str(rule))  # one that was made by hand may hold any numbers
+    if weight is not None and not ((weight >= 0) & (weight <= 1)).all():
+        raise ValueError("`weight` must lie in [0, 1], got others; it is the draft's share")
+    if spent is not None and not ((spent >= 0) & (spent < math.inf)).all():
+        raise ValueError("`spent` must be at least 0 and finite, got others")
+    return unchecked_relax(tree, rule, weight, spent)
+
+
+def unchecked_relax(
+    tree: DraftTree, rule: Relaxation, weight: Tensor | None, spent: Tensor | None
+) -> DraftTree:
+    """`relax` for numbers that are known to be sound; it waits for no device."""
     if (rule.name == "learned") != (weight is not None):
         wanted = (
             "`weight` [B, N] from its head"

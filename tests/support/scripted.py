@@ -13,10 +13,26 @@ SPECIAL = ["<|im_end|>", "<|x|>"]
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
     """Words with the space before them, and bytes for all that is no word, as SentencePiece has them."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581\u2581"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581\u2581",
+    ]
     pieces += ["\u2581the", "\u2581cat", "the", "cat", "at", "t", "s", ".", "End", "END", "é"]
-    words = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     words.decoder = decoders.Sequence(steps)
     return _with_special(words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
@@ -35,8 +51,27 @@ def byte_pairs() -> PreTrainedTokenizerFast:
 
 def word_pieces() -> PreTrainedTokenizerFast:
     """Words that are joined by spaces, which are tidied up behind."""
-    pieces = ["[UNK]", "the", "cat", "##s", "##sat", "do", "n", "'", "t", "n't", ".", ",", "!", "'s", "##日", "本"]
-    words = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    pieces = [
+        "[UNK]",
+        "the",
+        "cat",
+        "##s",
+        "##sat",
+        "do",
+        "n",
+        "'",
+        "t",
+        "n't",
+        ".",
+        ",",
+        "!",
+        "'s",
+        "##日",
+        "本",
+    ]
+    words = Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
     words.decoder = decoders.WordPiece()
     return _with_special(words, clean_up_tokenization_spaces=True)
 
@@ -63,7 +98,9 @@ def speaker(tokenizer, script: list[int], prompt: int = 1) -> GPT2LMHeadModel:
     positions, vocab = prompt + len(script) + 48, len(tokenizer)
     sizes = {"n_embd": positions, "n_positions": positions, "n_layer": 1, "n_head": 1, "n_inner": 4}
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, tie_word_embeddings=False, **sizes, **ends)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=vocab, tie_word_embeddings=False, **sizes, **ends)
+    ).eval()
     with torch.no_grad():
         model.transformer.wte.weight.zero_()
         model.transformer.wpe.weight.copy_(10 * torch.eye(positions))
