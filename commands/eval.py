@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..data.selection import SplitPrompts
 from ..eval import dry_run as dry
-from ..eval.comparison import every_statement
+from ..eval.comparison import Least, every_statement
 from ..eval.grid import Grid, prepare
 from ..eval.results import read_results
 from ..eval.results_table import report
@@ -76,5 +76,7 @@ def _finish(sweep: Sweep) -> None:
 
 def _tell(sweep: Sweep) -> None:
     report(sweep.folder.path)
-    for statement in every_statement(read_results(sweep.results), sweep.settings["chosen"]):
+    settings = sweep.settings
+    least = Least(**settings["least"])
+    for statement in every_statement(read_results(sweep.results), settings["chosen"], least=least):
         print(statement)

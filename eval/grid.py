@@ -16,6 +16,7 @@ from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse
+from .comparison import Least
 from .results import SETTINGS
 from .sweep import Cell, Sweep
 
@@ -55,6 +56,7 @@ class Grid:
             corrected for how many of them are looked at.
         draft_length: tokens drafted per target call.
         sampling: temperature, top_k, top_p, min_p of both models.
+        least: least differences that count: a learned point is not called better by less.
     """
 
     methods: list[str] = field(default_factory=lambda: ["token"])
@@ -65,6 +67,7 @@ class Grid:
     chosen: list[str] = field(default_factory=list)
     draft_length: int = 5
     sampling: Sampling = Sampling()
+    least: Least = Least()
 
     def __post_init__(self):
         within(1, draft_length=self.draft_length)
@@ -139,6 +142,7 @@ def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, b
         "prompts_sha256": checksum(encoded),
         "versions": versions(SCORING),
         "chosen": grid.chosen,
+        "least": asdict(grid.least),
         "heads": _heads(engines.values()),
         "contents": contents([e.relaxer.rule for e in engines.values()], grid.methods),
     }

@@ -18,7 +18,7 @@ import numpy
 from ..data.scores import SCORES
 from ..files import machine, read_settings, sha256, versions, write_whole
 from ..runtime.bundle import Card, head_sha256, read_card
-from .comparison import SPEEDS, Statement, every_statement
+from .comparison import SPEEDS, Least, Statement, every_statement
 from .intervals import percentiles, ratio, resample
 from .results import RESULTS, SETTINGS, kind_of, point_of, read_results
 from .summary import summarise
@@ -123,7 +123,9 @@ def _read(folder: Path, name: str, quality: str) -> Run:
         settings=settings,
         records=records,
         rows=rows,
-        statements=every_statement(records, settings.get("chosen") or ()),
+        statements=every_statement(
+            records, settings.get("chosen") or (), least=_least(folder / SETTINGS, settings)
+        ),
         folders=held,
         cards={source: read_card(place) for source, place in held.items()},
         commands=_listed(folder / COMMANDS),
@@ -147,6 +149,14 @@ def _settings(path: Path) -> dict[str, Any]:
             f"{path} lacks {', '.join(bad)}; run `diversed eval` again, to another folder"
         )
     return settings
+
+
+def _least(path: Path, settings: dict[str, Any]) -> Least:
+    """The least differences of a run; those of a run before there were any are the default."""
+    try:
+        return Least(**settings.get("least", {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; run `diversed eval` again") from error
 
 
 def _speed_intervals(records: list[dict[str, Any]]) -> dict[tuple, dict[str, float]]:
@@ -176,8 +186,8 @@ def _speed_intervals(records: list[dict[str, Any]]) -> dict[tuple, dict[str, flo
 
 
 def best_point(run: Run) -> dict[str, Any] | None:
-    """The row of the learned point that gains most over static blending of its quality, by its
-    interval's lower end.
+    """The row of the learned point that gains most over what needs no training and has its
+    quality, by its interval's lower end.
 
     The operating point of a calibrated bundle comes first; without any statement the first learned
     point.

@@ -116,13 +116,13 @@ class Sweep:
                     f"{path} holds results of another {what} under the name {changed[0]}; choose"
                     " another --out or delete the folder"
                 )
-        chosen = now.pop("chosen")
+        told = {name: now.pop(name) for name in ("chosen", "least")}
         # A record of an older version does not say its temperature and draft length: they are those
         # of the beginning.
         now["sampling"]["temperature"] = before["sampling"].get("temperature")
         now["draft_length"] = before.get("draft_length")
         self.folder.refuse_others(before, now)
-        return now | {"chosen": chosen, **grown}
+        return now | told | grown
 
     def files(self) -> list[Path]:
         """Every file of results in the folder, the whole first."""

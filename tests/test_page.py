@@ -142,7 +142,7 @@ def test_the_verdicts_are_those_of_the_statements(tmp_path):
     words = " ".join("".join(Reader(written(folder)).words).split())
     assert len(run.statements) == 2
     for one in run.statements:
-        assert one.verdict in words and f"in {one.speed}: {one.learned:.3f} against {one.static:.3f}" in words
+        assert one.verdict in words and f"in {one.speed}: {one.learned:.3f} against {one.line:.3f}" in words
     path = folder / "results.jsonl"
     oracle = [record("diversed.assets.sums:oracle", prompt, 1.0, 2) for prompt in range(6)]
     path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in oracle))
@@ -150,7 +150,7 @@ def test_the_verdicts_are_those_of_the_statements(tmp_path):
     (_, quality, gain), *_ = read_runs([folder])[0].statements[0].gates
     assert f"The gate diversed.assets.sums:oracle, of quality {quality:.3f}, gains {gain:+.3f} over the same" in words
     few = made(tmp_path / "few", "ensemble:0.9")
-    assert "No learned point stands beside two or more static ones." in written(few)
+    assert "No learned point stands beside two or more that need no training." in written(few)
 
 
 def test_quality_can_be_the_likelihood_where_the_task_is_too_hard(tmp_path):

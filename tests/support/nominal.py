@@ -1,6 +1,6 @@
-"""How often the statements err, on stored results: a static point under two seeds is its own twin.
+"""How often the statements err, on stored results: a point without training under two seeds is its own twin.
 
-One seed stands for a learned point, the other for the static one, so every `better` is a false
+One seed stands for a learned point, the other for the line's, so every `better` is a false
 alarm and every interval of a quality drop that leaves out 0 a miss. A trial draws prompts with
 replacement and tosses a coin on each for which seed is which; intervals are as good as they say if
 false alarms come in at most 2.5 % of trials and misses in 5 %.
@@ -17,12 +17,14 @@ from diversed.eval.comparison import (
     COLUMNS,
     LEVEL,
     SPEEDS,
-    differences,
-    is_better,
+    Least,
+    Texts,
+    compare,
     table,
+    untrained,
 )
 from diversed.eval.intervals import paired_bootstrap
-from diversed.eval.results import POINT, static_place
+from diversed.eval.results import POINT
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Rate:
     """found of trials, beside the most that a binomial of the nominal rate passes with probability
     1 %.
 
-    what: a key of SPEEDS, found are trials that call this static point better; or "quality drop",
+    what: a key of SPEEDS, found are trials that call this point better; or "quality drop",
         found are misses.
     """
 
@@ -58,14 +60,14 @@ def rates(
     prompts: int | None = None,
     seed: int = 0,
 ) -> list[Rate]:
-    """The false alarms of every static point with two seeds, and the misses of exact decoding's
+    """The false alarms of every point without training that has two seeds, and the misses of exact decoding's
     quality drop.
 
     prompts: drawn in a trial; as many as there are if not given.
     """
     found = []
     for group, twins in _twins(records).items():
-        names = [name for _, name in sorted((static_place(name), name) for name in twins)]
+        names = list(twins)
         shared = sorted(
             set.intersection(*(set(texts) for pair in twins.values() for texts in pair))
         )
@@ -75,7 +77,7 @@ def rates(
             )
             for column in COLUMNS
         }
-        trial = _Trials(tables, trials, resamples, prompts or len(shared), seed)
+        trial = _Trials(names, tables, trials, resamples, prompts or len(shared), seed)
         method, *at = group
         for row, name in enumerate(names):
             counts = [(speed, trial.alarms(row, speed), LEVEL / 2) for speed in SPEEDS]
@@ -86,8 +88,8 @@ def rates(
             ]
     if not found:
         raise ValueError(
-            "these results hold no two seeds of several static points; measure none and ensemble:w"
-            " twice"
+            "these results hold no two seeds of several points without training; measure none and"
+            " ensemble:w twice"
         )
     return found
 
@@ -107,8 +109,9 @@ def allowed(trials: int, rate: float, level: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class _Trials:
-    """tables: column -> [2, points, P], the two seeds of every static point in the order of w."""
+    """tables: column -> [2, points, P], the two seeds of every point without training, of `names`."""
 
+    names: list[str]
     tables: dict[str, numpy.ndarray]
     trials: int
     resamples: int
@@ -116,7 +119,7 @@ class _Trials:
     seed: int
 
     def alarms(self, row: int, speed: str) -> int:
-        """Trials whose interval calls the static point in `row` better than static blending."""
+        """Trials that call the point in `row` better than the line, whatever the least difference."""
         count = 0
         for trial, (prompts, first) in enumerate(self._draws()):
             tables = {
@@ -125,9 +128,10 @@ class _Trials:
                 )
                 for name, values in self.tables.items()
             }
-            drawn, below = differences(tables, speed, self.resamples, trial)
-            count += is_better(numpy.percentile(drawn, 100 * LEVEL / 2), below)
-        return int(count)
+            point, texts = ("", "", None, None), Texts(tables, self.names)
+            found = compare(point, speed, texts, 1, self.resamples, trial, Least(0, 0))
+            count += found.verdict == "better"
+        return count
 
     def misses(self, row: int) -> int:
         """Trials whose interval of the quality drop between both seeds leaves out 0."""
@@ -149,13 +153,13 @@ class _Trials:
 
 
 def _twins(records: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, tuple[dict, dict]]]:
-    """(method, temperature, draft_length) -> static relaxation -> its texts by prompt, for two
+    """(method, temperature, draft_length) -> relaxation -> its texts by prompt, for two
     seeds.
     """
     cells: dict[tuple, dict[str, dict[int, dict[int, list]]]] = {}
     for record in records:
         method, name, *at = (record.get(field) for field in POINT)
-        if static_place(name) is not None:
+        if untrained(name):
             seeds = cells.setdefault((method, *at), {}).setdefault(name, {})
             seeds.setdefault(record["seed"], {}).setdefault(record["prompt"], []).append(record)
     found = {}
