@@ -181,11 +181,11 @@ def _decode_file(way: Way, file: PromptFile) -> None:
     pair = way.load()
     if way.text.chat:
         check_chat(pair.tokenizer)
-    relaxations = list(dict.fromkeys(line.relaxation for line in lines))
-    made = {each: Engine(pair, relaxation=each, **way.options()) for each in relaxations}
-    lines, requests, long = _requests(lines, made, way.text.chat)
-    _tell(long, len(lines), file)
+    made = _engines(way, pair, lines)
+    lines, requests, bad = _requests(lines, made, way.text.chat)
+    _tell(bad, len(lines), file)
     engines = {i: made[line.relaxation] for i, line in enumerate(lines)}
+    made = {line.relaxation: made[line.relaxation] for line in lines}
     with results.folder.held():
         way = replace(way, threads=way.settle_threads(pair, min(file.batch, len(lines))))
         rules = [engine.relaxer.rule for engine in made.values()]
@@ -224,8 +224,21 @@ def _as_begun(way: Way, begun: dict[str, Any]) -> Way:
     return way
 
 
+def _engines(way: Way, pair: Pair, lines: list[Line]) -> dict[str, Engine | ValueError]:
+    """An engine for every relaxation, or what is wrong with one that a line of the file names."""
+    made: dict[str, Engine | ValueError] = {}
+    for each in dict.fromkeys(line.relaxation for line in lines):
+        try:
+            made[each] = Engine(pair, relaxation=each, **way.options())
+        except ValueError as error:
+            if each == way.relaxation:
+                raise
+            made[each] = error
+    return made
+
+
 def _requests(
-    lines: list[Line], made: dict[str, Engine], chat: bool
+    lines: list[Line], made: dict[str, Engine | ValueError], chat: bool
 ) -> tuple[list[Line], dict[int, Request], list[str]]:
     """The lines that can be decoded with their requests, and what is wrong with the others."""
     kept: list[Line] = []
@@ -234,6 +247,8 @@ def _requests(
     for line in lines:
         engine = made[line.relaxation]
         try:
+            if isinstance(engine, ValueError):
+                raise engine
             tokens = prompt_tokens(line.prompt, engine.pair.tokenizer, chat)
             request = Request(tokens, line.seed, line.max_new_tokens, line.stop)
             engine.check(len(kept), request)

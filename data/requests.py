@@ -121,6 +121,8 @@ def check_relaxation(relaxation: str, code: bool = True) -> None:
     code: whether it may name a function, which is imported and so runs.
     """
     rule = parse(relaxation)
+    if rule.name == "learned" and not rule.source:
+        raise ValueError("`learned` needs to know which head: give the bundle's folder")
     if rule.is_code and not code:
         raise ValueError(
             f"a file cannot name code to run, got `relaxation` {relaxation!r}; give it with"

@@ -128,7 +128,8 @@ def split_files(path: Path) -> dict[str, Path]:
         raise FileNotFoundError(
             f"`data.path` must be a file or a folder, {path} does not exist{hint}"
         )
-    if path.is_file():
+    if not path.is_dir():
+        check_regular(path)
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"`data.path` must end in one of {', '.join(SUFFIXES)}, got {path}")
         return {"train": path}
@@ -239,7 +240,7 @@ def _parsed(data: bytes, path: Path, line: int | None = None) -> Any:
         if isinstance(error, RecursionError):
             reason = "nested too deeply"
         return ValueError(
-            f"line {line} of {path} must be JSON: {reason}; it begins {text.lstrip()[:40]!r}"
+            f"line {line} of {path} must be JSON: {reason}; it begins {text.strip()[:40]!r}"
         )
 
 

@@ -3,9 +3,9 @@
     python -m diversed.export.lm_eval run --model diversed --tasks gsm8k \\ --model_args
         '{"pretrained": "TARGET", "draft": "DRAFT", "relaxation": "BUNDLE", "method": "block"}'
 
-Texts (generate_until) are decoded as `diversed decode` would; likelihoods of given texts are the
-target's, by the harness's own code. This module registers the model when it is imported; run as
-above it is the harness's command.
+Texts (generate_until) are decoded as `diversed decode` would, with one BOS if the tokenizer adds
+it. Likelihoods of given texts are the target's, by the harness's own code. This module registers
+the model when it is imported; run as above it is the harness's command.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..runtime.completion import Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine, run_grouped
 from ..runtime.loading import load_pair
+from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 
 # All mean the first.
@@ -125,7 +126,7 @@ class Diversed(HFLM):
         """The context's last tokens that leave room for a text, as the harness's other models read
         it.
         """
-        tokens = self.tok_encode(context)
+        tokens = prompt_tokens(context, self.pair.tokenizer)
         room = min(self.max_length, self.pair.draft.max_positions) - new_tokens - engine.shape.depth
         if room < 1:
             raise ValueError(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files import check_regular
 from ..runtime.shapes import Shape, parse_shape
 
 ROLES = ("draft", "target")
@@ -73,6 +74,7 @@ def _terms(shape: Shape) -> np.ndarray:
 def read_latencies(path: str | Path) -> Latencies:
     """The latencies in a file of `diversed bench latency --json`, or in a packaged one."""
     path = PACKAGED.get(str(path), path)
+    check_regular(Path(path))
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         found, steps = _calls(document["rows"]), _steps(document["rows"])

@@ -5,7 +5,10 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from diversed import cli, files
@@ -255,3 +258,85 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, pa
     lines = capsys.readouterr().err.splitlines()
     ends = [line for line in lines if re.fullmatch(r"decode [1-8]/8, [\d,]+ tokens/s, [\d,]+ s left", line)]
     assert {line.split(",")[0] for line in ends} == {f"decode {i}/8" for i in range(1, 9)} and ends[-1] == lines[-1]
+
+
+def test_every_bad_line_is_named_at_once_and_skip_bad_keeps_the_rest(tmp_path, pair, capsys):
+    """A text depends on its line's own number: what is left out changes no other."""
+    rows = requests(tmp_path / "in.jsonl", 9)
+    assert cli.main(words(tmp_path, "whole.jsonl")) == 0
+    whole = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row) for row in rows]
+    for at, bad in ((1, '{"prompt": true}'), (4, '{"prompt": NaN}'), (6, "{}")):
+        lines[at] = bad
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert cli.main(words(tmp_path, "out.jsonl")) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert [line.split(" of ")[0] for line in err[:3]] == ["line 2", "line 5", "line 7"]
+    assert err[3].endswith("in.jsonl cannot be decoded; mend them, or leave them out with --skip_bad") and len(err) == 4
+    assert not (tmp_path / "out.jsonl.run").exists()
+    assert cli.main(words(tmp_path, "out.jsonl", "--skip_bad")) == 0
+    assert f"3 of 9 lines of {tmp_path / 'in.jsonl'} are left out" in capsys.readouterr().err
+    kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for name in ("id", "seed"):
+        assert [row[name] for row in kept] == [row[name] for i, row in enumerate(whole) if i not in (1, 4, 6)]
+
+
+def test_more_bad_lines_than_can_be_read_are_counted(tmp_path, pair, capsys):
+    (tmp_path / "in.jsonl").write_text("{}\n" * 25)
+    assert cli.main(words(tmp_path, "out.jsonl", "--skip_bad")) == 2
+    err = capsys.readouterr().err
+    assert err.count("`prompt` is missing") == 20 and "and 5 more" in err and "which leaves none" in err
+
+
+def test_long_prompts_and_relaxations_that_fail_are_named_together_before_the_first_unit(tmp_path, pair, capsys):
+    rows = [{"prompt": "w2"}] * 9
+    rows[3] = rows[7] = {"prompt": "w3 " * 120}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(words(tmp_path, "out.jsonl")) == 2
+    err = capsys.readouterr().err
+    assert "line 4 of in.jsonl" in err and "line 8 of in.jsonl" in err and "2 of 9 lines" in err
+    assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "out.jsonl.run").exists()
+    assert cli.main(words(tmp_path, "out.jsonl", "--skip_bad")) == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
+
+
+@pytest.mark.parametrize("name", ["mark_of_a_file:make", "mark_of_a_file:make;budget=2", "os:system"])
+def test_a_line_of_a_file_names_no_code(tmp_path, unloaded, refused, monkeypatch, name):
+    (tmp_path / "mark_of_a_file.py").write_text(f"open({str(tmp_path / 'MARK')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "w2", "relaxation": name}) + "\n")
+    assert "line 1 of in.jsonl: a file cannot name code to run" in refused(words(tmp_path, "out.jsonl"))
+    assert not (tmp_path / "MARK").exists()
+
+
+def test_python_looks_for_code_in_the_current_folder_only_if_it_is_told_to(tmp_path):
+    (tmp_path / "beside.py").write_text(f"open({str(tmp_path / 'MARK')!r}, 'w')\nRULE = 1\n")
+    command = [sys.executable, "-m", "diversed", "decode", "--prompt", "w2", "--method", "beside:RULE"]
+    package = str(Path(cli.__file__).parents[1])
+    for path, ran in ((package, False), (os.pathsep.join([package, str(tmp_path)]), True)):
+        env = os.environ | {"PYTHONPATH": path}
+        assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == 2
+        assert (tmp_path / "MARK").exists() == ran
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, unloaded, refused, make):
+    make(tmp_path / "in.jsonl")
+    assert "in.jsonl must be a file, it is a" in refused(words(tmp_path, "out.jsonl"))
+
+
+CHAT = "{% for m in messages %}w{{ 3 + loop.index }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+
+
+def test_lines_of_messages_go_through_the_chat_template(tmp_path, monkeypatch, capsys):
+    pair = tiny_pair(VOCAB, seed=4)
+    monkeypatch.setattr(groups, "load_pair", lambda *args: pair)
+    monkeypatch.setattr(pair.tokenizer, "chat_template", CHAT)
+    turns = [{"role": "system", "content": "w2"}, {"role": "user", "content": "w3"}]
+    prefill = [*turns, {"role": "assistant", "content": "w5"}]
+    rows = [{"messages": turns}, {"messages": prefill}, {"prompt": "w4 w2 w5 w3 w9"}, {"prompt": "w4 w2 w5 w3 w6 w5"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row | {"seed": 1}) + "\n" for row in rows))
+    assert cli.main(words(tmp_path, "out.jsonl")) == 0
+    tokens = [json.loads(line)["tokens"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert tokens[:2] == tokens[2:] and tokens[0] != tokens[1]

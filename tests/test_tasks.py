@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 from diversed.commands.eval import evaluate
 from diversed.commands.gather import gather
 from diversed.commands.options import call
+from diversed.data import sources
 from diversed.data.prompts import Example
 from diversed.data.sources import read_rows
 from diversed.data.tasks import TASKS, DataOptions, load_task
 from diversed.data.traces import read_manifest, read_shards
 from diversed.eval.summary import summarise
+from diversed.runtime import chat
+from diversed.runtime.prompt import prompt_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -432,6 +436,65 @@ def test_target_log_probability_needs_no_reference_for_any_task(tmp_path):
     assert load_task("jsonl", write(tmp_path / "p.jsonl", numbered(9))).metric == "target log-probability"
 
 
+HOLES = [{"prompt": ""}, {"answer": "#### 1"}, {"prompt": None, "answer": "#### 1"}, {"prompt": "q"}]
+HOLES += [{"prompt": "q", "answer": wrong} for wrong in (None, "", " ", [1, 2], {"a": 1}, True, 1e400, "no number")]
+HOLES += [{"prompt": wrong, "answer": "#### 1"} for wrong in (False, [], {}, ["a"], [{"from": "human"}], "\ud800")]
+HOLES += [{"prompt": [{"role": "user", "content": ""}], "answer": "#### 1"}]
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_row_with_a_hole_is_refused_or_left_out_and_counted(tmp_path, hole):
+    text = "".join(json.dumps(row) + "\n" for row in [*numbered(2), hole, *numbered(3, 5)])
+    (tmp_path / "r.jsonl").write_text(text.replace("Infinity", "1e400"))
+    path = str(tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="line 3 of r.jsonl.*; `data.skip_incomplete` leaves such rows out"):
+        load_task("jsonl", path, data=DataOptions(whole=True, **ANSWERS))
+    with pytest.warns(UserWarning, match="1 incomplete rows of .*r.jsonl are left out, the first: line 3 of r.jsonl"):
+        task = load_task("jsonl", path, data=DataOptions(whole=True, skip_incomplete=True, **ANSWERS))
+    assert {example.id for example in task.examples} == {f"line {i} of r.jsonl" for i in (1, 2, 4, 5, 6)}
+
+
+def test_a_name_that_fits_no_row_is_no_hole(tmp_path):
+    path = write(tmp_path / "r.jsonl", numbered(3))
+    with pytest.raises(ValueError, match="it has none: line 1 of r.jsonl has no field promt, .*did you mean `prompt`?"):
+        load_task("jsonl", path, data=DataOptions(whole=True, skip_incomplete=True, prompt_field="promt"))
+
+
+def test_a_number_is_a_text_as_it_stands_there(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"prompt": 12, "gold": 0.5}])
+    data = DataOptions(whole=True, reference_field="gold", score="exact")
+    (example,) = load_task("jsonl", path, data=data).examples
+    assert (example.prompt, example.reference) == ("12", "0.5")
+
+
+PAIR = {"translation": {"de": "Das Haus ist alt.", "en": "The house is old.", "fr": "La maison."}, "de": "Ja.", "src": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({}, True),
+        ({"prompt_field": "de"}, True),
+        ({"prompt_field": "translation.de", "reference_field": "translation.en"}, True),
+        ({"prompt_field": "translation.en", "reference_field": "translation.de"}, False),
+        ({"reference_field": "translation.fr"}, False),
+        ({"prompt_field": "translation.fr"}, False),
+        ({"prompt_field": "src"}, False),
+        ({"prompt_field": "translation.en", "score": "target_logprob"}, False),
+    ],
+)
+def test_wmt_asks_for_the_languages_that_its_fields_hold(tmp_path, fields, right):
+    path = write(tmp_path / "r.jsonl", [PAIR])
+    if right:
+        (example,) = load_task("wmt", path, data=DataOptions(whole=True, **fields)).examples
+        assert re.fullmatch(r"Translate German to English.\nGerman: (Ja|Das Haus ist alt).\nEnglish:", example.prompt)
+        return
+    with pytest.raises(ValueError, match="the task wmt translates translation.de into .*say with `data.template`"):
+        load_task("wmt", path, data=DataOptions(whole=True, **fields))
+    data = DataOptions(whole=True, template="Translate English to German: {prompt}", **fields)
+    assert load_task("wmt", path, data=data).examples[0].prompt.startswith("Translate English to German: ")
+
+
 # Prompts
 
 
@@ -490,6 +553,92 @@ def test_chat_without_a_template_is_refused():
         task.encode(task.examples[0], BYTES, 500)
 
 
+@pytest.mark.parametrize("specials", ["$A", "<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize("text", ["<s>[system] Be kind. [user] Hello [assistant]", "<s>", "<s>Hi</s>"])
+def test_a_prompt_that_was_templated_by_its_user_gets_no_second_bos(specials, text):
+    ids = prompt_tokens(text, byte_tokenizer(specials))
+    assert ids.count(0) == 1 and ids[0] == 0
+    assert ids == byte_tokenizer("$A")(text)["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["<s>Hi", "Hi"])
+def test_a_chat_template_with_bos_gives_one_and_a_templated_prompt_is_refused_there(text):
+    tokenizer = byte_tokenizer(chat=CHAT)
+    if text == "Hi":
+        assert prompt_tokens(text, tokenizer, chat=True).count(0) == 1
+        return
+    with pytest.raises(ValueError, match="begins with <s>, it went through a chat template already; leave `chat` out"):
+        prompt_tokens(text, tokenizer, chat=True)
+
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+TURNS += [{"role": "assistant", "content": "Once"}]
+
+
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [
+        (TURNS[1:2], "<user>Hi\n<assistant>"),
+        (TURNS[:2], "<system>Be brief.\n<user>Hi\n<assistant>"),
+        (TURNS, "<system>Be brief.\n<user>Hi\n<assistant>Once"),
+        ([*TURNS, TURNS[1]], "<system>Be brief.\n<user>Hi\n<assistant>Once\n<user>Hi\n<assistant>"),
+        ([{**TURNS[1], "name": "Ada"}], "<user>Hi\n<assistant>"),
+    ],
+)
+def test_a_field_with_a_conversation_goes_through_the_chat_template(tmp_path, turns, text):
+    path = write(tmp_path / "r.jsonl", [{"messages": turns, "answer": "7"}])
+    task = load_task("jsonl", path, data=DataOptions(prompt_field="messages", whole=True, **ANSWERS))
+    tokenizer = byte_tokenizer(chat=CHAT)
+    (ids,) = task.encode_all(tokenizer, 200)
+    assert ids[0] == 0 and ids.count(0) == 1 and tokenizer.decode(ids[1:]) == text
+    assert task.examples[0].reference == "7"
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (ENDLESS, "was stopped: it ran for more than 0.5 s"),
+        ("{{ 10 ** (10 ** 9) }}", "was stopped: it ran for more than 0.5 s"),
+        ("{{ 'x' * 10 ** 10 }}", "it took more than 1024 MiB"),
+        ("{{ 'x'.center(10 ** 10) }}", "it took more than 1024 MiB"),
+        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "it made 99980001 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('no system turn') }}", "no system turn"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ a.b.c }}", "UndefinedError"),
+        ("{% if %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_chat_template_has_little_time_and_memory(monkeypatch, template, words):
+    monkeypatch.setattr(chat, "SECONDS", 0.5 if "0.5" in words else 60.0)
+    tokenizer = byte_tokenizer(chat=template)
+    with pytest.raises(ValueError, match="the tokenizer's chat template .*without `chat`") as caught:
+        prompt_tokens("Hi", tokenizer, chat=True)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    tokenizer.chat_template = CHAT  # what was stopped does not stand in the way of the next
+    assert tokenizer.decode(prompt_tokens("Hi", tokenizer, chat=True)) == "<s><user>Hi\n<assistant>"
+
+
+def test_all_long_prompts_are_named_and_each_remedy_works(tmp_path):
+    rows = [{"prompt": "a" * length} for length in (5, 50, 7, 60)]
+    task = load_task("jsonl", write(tmp_path / "r.jsonl", rows), data=DataOptions(whole=True))
+    for most, room, remedy in (
+        (20, 100, "raise `max_prompt_tokens` to 61 or leave such rows out"),
+        (20, None, "raise `max_prompt_tokens` to 61 or leave such rows out"),
+        (99, 40, "`max_new_tokens` leaves room for 40 tokens, lower it or leave such rows out"),
+        (None, 40, "the limit is 40; leave such rows out"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            task.encode_all(BYTES, most, room)
+        assert str(caught.value).endswith(remedy) and str(caught.value).count(" of r.jsonl has ") == 2
+    assert len(task.encode_all(BYTES, 61, 100)) == 4
+    left = load_task("jsonl", write(tmp_path / "r.jsonl", [rows[0], rows[2]]), data=DataOptions(whole=True))
+    assert len(left.encode_all(BYTES, 20, 100)) == 2
+
+
 @needs_shared
 def test_a_real_tokenizer_keeps_instruction_and_end_of_real_articles():
     transformers = pytest.importorskip("transformers")
@@ -545,6 +694,18 @@ ROW = b'{"prompt": "p", "gold": "7"}\n'
         ({"content": b'{"prompt": ["p"]}\n'}, ["got a list", "name what is inside, such as prompt.0"]),
         ({"content": b'{"prompt": {"de": "p"}}\n'}, ["got a dict", "such as prompt.de"]),
         ({"content": b'{"prompt": []}\n'}, ["got a list"]),
+        ({"content": b'{"prompt": true}\n'}, ["line 1 of r.jsonl must hold text in the field prompt, got true"]),
+        ({"content": b'{"prompt": NaN}\n'}, ["line 1 of", "must be JSON: NaN is no number of JSON"]),
+        ({"content": b'{"prompt": -Infinity}\n'}, ["must be JSON: -Infinity is no number of JSON"]),
+        ({"content": b'{"prompt": 1e999}\n'}, ["text in the field prompt, got a number beyond all bounds"]),
+        ({"content": b'{"prompt": "a", "prompt": "b"}\n'}, ["must be JSON: the field prompt stands there twice"]),
+        ({"content": b'{"prompt": "a"}\r{"prompt": "b"}\n'}, ["must be JSON: Extra data"]),
+        ({"content": '{"prompt": "a"}'.encode("utf-16")}, ["must be UTF-8, line 1 is not"]),
+        ({"content": b'{"prompt": [{"from": "human", "value": "a"}]}\n'}, ["`prompt` 0: `role` is missing"]),
+        (
+            {"content": b'{"prompt": [{"role": "user", "content": "a"}]}\n', "template": "Q: {prompt}"},
+            ["line 1 of r.jsonl holds a conversation in the field prompt, and a template is for texts"],
+        ),
         ({"content": ROW, "prompt_field": "promt"}, ["no field promt, it has prompt, gold; did you mean `prompt`?"]),
         ({"content": ROW, "reference_field": "goold", "score": "exact"}, ["no field goold", "did you mean `gold`?"]),
         ({"content": ROW, "reference_field": "gold"}, ["`data.score` must say how", "rougeL"]),
@@ -612,6 +773,23 @@ def test_a_mistake_is_one_sentence_that_says_where_and_what_instead(tmp_path, gi
 def test_a_mistyped_file_name_brings_the_nearest_one(tmp_path):
     write(tmp_path / "question.jsonl", numbered(1))
     assert mistake(tmp_path, content=None, file="questions.jsonl").endswith("did you mean `question.jsonl`?")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
+    make(tmp_path / "r.jsonl")
+    assert mistake(tmp_path, content=None).endswith("r.jsonl must be a file, it is a pipe or a device; write a file and"
+                                                    " name that")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.json"])
+def test_no_more_is_read_than_a_row_may_hold(tmp_path, monkeypatch, name):
+    for limit in ("LONGEST_ROW", "LARGEST_ARRAY"):
+        monkeypatch.setattr(sources, limit, 1000)
+    row = json.dumps({"prompt": "x" * 5000}).encode()
+    data = b"[" + row + b"]" if name == "r.json" else ROW + row + b"\n" + ROW
+    sentence = mistake(tmp_path, content=gzip.compress(data) if name.endswith("gz") else data, file=name)
+    assert "more than 1000 bytes" in sentence
 
 
 def test_a_folder_with_unclear_files_is_refused_by_their_names(tmp_path):
