@@ -18,6 +18,7 @@ cost the first.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from jsonargparse import ActionParser, ArgumentParser, get_loader
 
 from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
-from ..files import within, worker
+from ..files import Folder, within, worker
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
 from ..verifier.relax import Relaxation, parse
@@ -53,6 +54,7 @@ DECIDED = {
     "eval": {"out", "dry_run"},
     "train": set(),
 }
+SETTINGS = "run.json"  # what decides the bundle besides the options that the stages look after
 LATER = {"out": "", "data": {"traces": ""}}  # for training, which cannot do without these
 
 WRITTEN = {
@@ -110,13 +112,22 @@ def pipeline(
             reward's unit.
     """
     folder = Path(out)
+    place = Folder(folder, SETTINGS)
+    deciding = {"export": stages["export"], "rounds": rounds, "max_drop": max_drop}
+    if begun := place.begun():  # else a bundle would be replaced before `eval` refuses it
+        place.refuse_others(begun, deciding)
+
+    def gather(**decided: Any) -> None:
+        _stage(stages, "gather", **decided)
+        place.begin(deciding)
+
     learned = [str(Relaxation.of_bundle(folder / "bundle", bias or None)) for bias in biases]
     relaxations = [*stages["eval"]["relaxations"], *learned]
     if rounds > 1:
-        work = {"rounds": lambda: _rounds(folder, stages, rounds, max_drop)}
+        work = {"rounds": lambda: _rounds(folder, stages, rounds, max_drop, gather)}
     else:
         work = {
-            "gather": lambda: _stage(stages, "gather", out=str(folder / "traces")),
+            "gather": lambda: gather(out=str(folder / "traces")),
             "train": lambda: _stage(stages, "train"),
             "export": lambda: _export(stages, str(folder / "train"), str(folder / "bundle")),
         }
@@ -142,13 +153,15 @@ def _export(stages: Stages, train: str, bundle: str, bias: float = 0.0) -> None:
     _stage(stages, "export", train=train, out=bundle, bias=stages["export"]["bias"] + bias)
 
 
-def _rounds(folder: Path, stages: Stages, most: int, max_drop: float) -> None:
+def _rounds(
+    folder: Path, stages: Stages, most: int, max_drop: float, gather: Callable[..., None]
+) -> None:
     """Gather and train in rounds; the last head becomes the bundle."""
-    gather, data = stages["gather"], stages["train"]["data"]
+    options, data = stages["gather"], stages["train"]["data"]
 
     def gather_more(out: str, relaxation: str, first: int) -> None:
-        first += gather["first_sample"]
-        _stage(stages, "gather", out=out, relaxation=relaxation, first_sample=first)
+        first += options["first_sample"]
+        gather(out=out, relaxation=relaxation, first_sample=first)
 
     def fit(traces: list[str], out: str) -> None:
         _stage(stages, "train", out=out, data=replace(data, traces=traces))
@@ -158,8 +171,8 @@ def _rounds(folder: Path, stages: Stages, most: int, max_drop: float) -> None:
         _stage(stages, "export", train=train, out=bundle, bias=bias)
 
     made = RoundStages(gather_more, fit, write)
-    first = gather["relaxation"]
-    train, bias = run_rounds(folder, made, most, max_drop, first, gather["samples"])
+    first = options["relaxation"]
+    train, bias = run_rounds(folder, made, most, max_drop, first, options["samples"])
     _export(stages, str(train), str(folder / "bundle"), bias)
 
 

@@ -1,6 +1,7 @@
 """`diversed select`: a network for every method that chooses the tree before each step (delayed
 trees, arXiv 2602.16994).
 
+    OUT/settings.json    what the selectors are trained with
     OUT/labels/T=1       contexts and the tokens per step of every shape, one folder a temperature
     OUT/choosing-*.json  milliseconds of a choice on this machine, if latencies are measured
     OUT/METHOD           selector.json and selector.safetensors, for `--branches OUT/METHOD` and for
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ..data.selection import TextPrompts
@@ -42,26 +44,29 @@ def select(
     """Label contexts of a task's training prompts, then train a selector for every method.
 
     Args:
-        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and 3
-                   ms
-            a call.
+        latencies: file of `diversed bench latency --json`, or gpu for an assumed pair of 25 and
+            3 ms a call.
     """
     within(2, prompts=texts.prompts)
     times, shapes = read_latencies(latencies), len(labelling.parsed)
     run.use_threads()
     pair, out = models.load(), Path(run.out)
     with exclusive(out):
-        folders = _label(run, pair, texts, labelling)
-        choosing = 0.0
-        if not times.assumed:
-            file = out / f"choosing-{shapes}x{training.width}.json"
-            choosing = _kept(file, lambda: time_choice(pair, shapes, training.width)) / 1e3
         settings = {
             "latencies": sha256(PACKAGED.get(latencies, latencies)),
             "seed": texts.seed,
             "threads": run.threads,
             "versions": versions(TRAINING),
         }
+        asked = settings | {"temperatures": labelling.temperatures} | asdict(training)
+        if begun := run.folder().begun():  # before other labels are made
+            run.folder().refuse_others(begun, asked)
+        folders = _label(run, pair, texts, labelling)
+        run.folder().begin(asked)
+        choosing = 0.0
+        if not times.assumed:
+            file = out / f"choosing-{shapes}x{training.width}.json"
+            choosing = _kept(file, lambda: time_choice(pair, shapes, training.width)) / 1e3
         for method in labelling.methods:
             place = out / method
             rows = train_chooser(place, method, folders, times, training, settings, choosing)

@@ -40,6 +40,7 @@ class ShardFolder:
         check: (entry, manifest) -> ValueError or OSError if that shard cannot be used; it is named
             and written anew.
         """
+        self._manifests()  # that of another process may be of other settings
         self.folder.begin(self.settings, {"format": FORMAT, "complete": False, "shards": []})
         for manifest in self._manifests():
             for entry in manifest["shards"]:
