@@ -141,7 +141,7 @@ def test_a_selector_is_trained_kept_and_decodes(selected, capsys):
     card = json.loads((out / "traversal" / "selector.json").read_text())
     assert [row["temperature"] for row in card["figures"]] == [0.5, 1.0] and card["shapes"] == ["1", "3", "2x2+1"]
     assert json.loads((out / "block" / "selector.json").read_text())["shapes"] == ["1", "3"]
-    with pytest.raises(ValueError, match="block was begun with epochs 3, now it is 4"):
+    with pytest.raises(ValueError, match="out was begun with epochs 3, now it is 4"):
         call(select, out=str(out), **options | {"epochs": 4})
     pair = load_pair("sums-target", "sums-draft")
     (text,) = decode(pair, [[5, 6, 7]], method="traversal", branches=str(out / "traversal"), max_new_tokens=12)
