@@ -19,6 +19,7 @@ from .run_data import remember
 from .summary import summarise
 
 FIGURE = "frontier.png"
+LOOPING = 0.05  # share of 4-grams by which a relaxed text must repeat itself more to be told of
 
 
 def report(folder: str | Path, console: Console | None = None) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def report(folder: str | Path, console: Console | None = None) -> list[dict[str,
         console = Console(file=console.file, width=200)
     pictures = [str(frontier(group, folder / name)) for name, group in figures(rows).items()]
     print_table(rows, settings, console)
-    if note := empty_texts(records):
+    for note in filter(None, (empty_texts(records), looping_texts(rows))):
         console.print(note, highlight=False, soft_wrap=True)
     console.print(
         "\n".join(["", str(folder / RESULTS), *pictures]), highlight=False, soft_wrap=True
@@ -55,6 +56,28 @@ def empty_texts(records: list[dict[str, Any]]) -> str | None:
         f"note: {empty} of {len(texts)} texts of exact decoding are empty; a chat model may need"
         " --data.chat, other models another --data.template"
     )
+
+
+def looping_texts(rows: list[dict[str, Any]]) -> str | None:
+    """A sentence if relaxed texts repeat themselves by LOOPING more than exact decoding's."""
+    exact = {_group(row): row["repetition"] for row in rows if row["relaxation"] == "none"}
+    found = []
+    for row in rows:
+        before = exact.get(_group(row))
+        if None not in (before, row["repetition"]) and row["repetition"] > before + LOOPING:
+            found.append(
+                f"{row['method']} {row['relaxation']} {row['repetition']:.2f} ({before:.2f})"
+            )
+    if not found:
+        return None
+    return (
+        "note: relaxed texts repeat themselves; share of 4-grams that occurred before (exact"
+        f" decoding's): {', '.join(found)}"
+    )
+
+
+def _group(row: dict[str, Any]) -> tuple:
+    return row["method"], row["temperature"], row["draft_length"]
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

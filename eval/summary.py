@@ -15,6 +15,7 @@ from .results import POINT, point_of, read_results
 Record = dict[str, Any]
 SUMMED = ("drafted", "accepted", "target_calls", "positions", "acceptance", "bias")
 SUMMED += ("target_logprob", "substitutions", "seconds")
+GRAM = 4  # tokens of a run whose repetition is counted
 COMPARED = ("difference", "difference_low", "difference_high")
 COMPARED += ("better", "worse", "mcnemar", "text_p")
 
@@ -42,6 +43,9 @@ def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, 
                                    counted
     tokens_per_second:             tokens / seconds of decoding, the texts of a batch together
     substitutions:                 expected tokens per text that are not the target's own
+    tokens_per_text:               mean length, the end-of-text token counted
+    repetition:                    share of the runs of GRAM tokens that occurred before in the same
+        text; None if no text is so long
     target_logprob:                mean log-likelihood of a token under the target, nats, each at
                                    least log 1e-30
     acceptance_by_depth:           accepted / drafted at depth 1, 2, ...
@@ -85,8 +89,20 @@ def _rates(texts: list[Record]) -> dict[str, Any]:
         "substitutions": _ratio(total["substitutions"], len(texts)),
         "target_logprob": _ratio(total["target_logprob"], total["positions"]),
         "tokens_per_text": _ratio(tokens, len(texts)),
+        "repetition": repetition(*(record["tokens"] for record in texts)),
         "acceptance_by_depth": by_depth,
     }
+
+
+def repetition(*texts: Sequence[int]) -> float | None:
+    """Share of the runs of GRAM tokens that occurred before in the same text; None if no text is so
+    long. A text that loops comes near 1.
+    """
+    grams = [
+        list(zip(*(tokens[start:] for start in range(GRAM)), strict=False)) for tokens in texts
+    ]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(each)) for each in grams) / total if total else None
 
 
 def _beside(texts: list[Record], exact: list[Record]) -> dict[str, Any]:

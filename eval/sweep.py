@@ -26,6 +26,7 @@ from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from .results import RESULTS, SETTINGS, read_results
 from .scoring import score_positions
+from .summary import repetition
 
 
 class Cell(NamedTuple):
@@ -210,6 +211,7 @@ class Sweep:
                 "score": score,
                 **{name: getattr(completion, name) for name in COMPLETION},
                 **asdict(total),
+                "repetition": repetition(completion.tokens),
                 "seconds": seconds,
                 "batch": len(unit),
             }

@@ -13,11 +13,12 @@ import pytest
 import torch
 from diversed.commands.eval import evaluate
 from diversed.commands.options import call
+from diversed.eval.comparison import Least
 from diversed.eval.figure import frontier
 from diversed.eval.results import read_results, rule_of
-from diversed.eval.results_table import empty_texts
+from diversed.eval.results_table import empty_texts, looping_texts
 from diversed.eval.scoring import score_positions
-from diversed.eval.summary import summarise
+from diversed.eval.summary import repetition, summarise
 from diversed.eval.sweep import cell_of
 from diversed.runtime.loading import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
@@ -204,10 +205,20 @@ def test_evaluate_leaves_a_line_a_text_and_a_figure(finished, options):
     for line in records:
         assert line["positions"] == len(line["tokens"]) <= 12 and line["score"] in (0.0, 1.0)
         assert 0 <= line["accepted"] <= line["drafted"] and line["accepted"] < len(line["tokens"])
+        assert line["repetition"] == repetition(line["tokens"])
     exact, blend = summarise(finished / "results.jsonl")
     assert exact["mean_bias"] == exact["substitutions"] == 0 < blend["mean_bias"]
     assert blend["step_acceptance"] > exact["step_acceptance"]
     assert (finished / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_least_differences_are_written_down_and_may_change_like_what_they_judge(finished, options):
+    settings = json.loads((finished / "eval.json").read_text())
+    assert settings["least"] == {"tokens_per_call": 0.02, "step_acceptance": 0.005}
+    call(evaluate, out=str(finished), **options, least=Least(0.1, 0.05))
+    settings = json.loads((finished / "eval.json").read_text())
+    assert settings["least"] == {"tokens_per_call": 0.1, "step_acceptance": 0.05}
+    call(evaluate, out=str(finished), **options)
 
 
 def test_the_table_says_what_its_words_mean(finished, options, capsys):
@@ -438,6 +449,23 @@ def test_texts_that_are_empty_under_exact_decoding_are_told():
     empty = {"relaxation": "none", "text": " \n"}
     assert empty_texts([*full, empty]) is None and empty_texts([]) is None
     assert empty_texts([*full, empty, empty]).startswith("note: 2 of 11 texts of exact decoding are empty;")
+
+
+def test_repetition_is_the_share_of_runs_of_four_that_occurred_before_in_the_same_text():
+    again = [1, 2, 3, 4, 1, 2, 3, 4]  # of five runs the last
+    assert repetition(again) == pytest.approx(1 / 5) and repetition([7] * 10) == pytest.approx(6 / 7)
+    assert repetition([1, 2, 3]) is None and repetition() is None and repetition([1, 2, 3, 4]) == 0
+    assert repetition(again, [1, 2, 3, 4, 5]) == pytest.approx(1 / 7), "another text's runs are no repetition"
+    row, loop = summarise([record(tokens=again), record("lenient:0.5", tokens=[7] * 10)])
+    assert (row["repetition"], loop["repetition"], loop["tokens_per_text"]) == (pytest.approx(1 / 5), pytest.approx(6 / 7), 10)
+
+
+def test_relaxed_texts_that_loop_are_told():
+    exact, loop = record(tokens=[*range(20)]), record("lenient:0.5", tokens=[7] * 10)
+    told = looping_texts(summarise([exact, loop, record("ensemble:0.5", tokens=[*range(9)])]))
+    assert told.endswith("(exact decoding's): token lenient:0.5 0.86 (0.00)")
+    assert looping_texts(summarise([loop])) is None  # nothing to compare with
+    assert looping_texts(summarise([record(tokens=[7] * 10), loop, record("ensemble:0.5", tokens=[7])])) is None
 
 
 def test_every_kind_of_point_is_named_once_however_many_methods_there_are():

@@ -232,10 +232,21 @@ def test_temperatures_and_draft_lengths_of_one_run_have_figures_of_their_own(tmp
                      ("temperature 1, draft length 5", "temperature 0.5, draft length 3")] * 2  # fmt: skip
 
 
+def test_the_least_differences_of_a_run_are_those_that_its_page_judges_by(tmp_path):
+    run = made(tmp_path / "run", settings={"least": {"tokens_per_call": 9.0, "step_acceptance": 0.5}})
+    words = " ".join("".join(Reader(written(run)).words).split())
+    calls, step = read_runs([run])[0].statements
+    assert (calls.least, step.least) == (pytest.approx(9 * calls.line), 0.5)
+    assert "from 0.500 on it counts" in words
+    for least in ({"tokens_per_call": -1}, {"unknown": 1}, "EVIL", [1]):
+        with pytest.raises(ValueError, match="eval.json is damaged"):
+            read_runs([made(tmp_path / str(least)[:8].strip("{'["), settings={"least": least})])
+
+
 def test_every_cell_of_a_column_sorts_as_what_it_is(tmp_path):
     read = Reader(written(made(tmp_path / "run")))
     values = read.attributes("data-v")
-    assert len(values) == 4 * 14 and all(value == "" or float(value) < 1e9 for value in values)
+    assert len(values) == 4 * 15 and all(value == "" or float(value) < 1e9 for value in values)
 
 
 @pytest.mark.parametrize(
