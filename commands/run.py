@@ -18,6 +18,7 @@ cost the first.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from jsonargparse import ActionParser, ArgumentParser, get_loader
 from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
 from ..files import Folder, within, worker
+from ..runtime.loading import load_tokenizer
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
 from ..verifier.relax import Relaxation, parse
@@ -111,6 +113,7 @@ def pipeline(
         max_drop: mean reward that the head of a round may cost by the fit's prediction, in the
             reward's unit.
     """
+    _read_prompts(stages)
     folder = Path(out)
     place = Folder(folder, SETTINGS)
     deciding = {"export": stages["export"], "rounds": rounds, "max_drop": max_drop}
@@ -253,6 +256,18 @@ def _refuse_bad(
             "`rounds` compare a fit with texts of held-out prompts; give"
             " --train.data.validation 0.1"
         )
+
+
+def _read_prompts(stages: Stages) -> None:
+    """Prompts that a late stage would refuse are refused before the first one starts."""
+    for stage in ("gather", "eval"):
+        asked = filled(command(stage), stages[stage] | dict.fromkeys(DECIDED[stage], ""))
+        models, prompts = asked["models"], asked["prompts"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the stage says it again
+            task = prompts.load()
+        tokenizer = load_tokenizer(models.target, models.trust_remote_code)
+        task.encode_all(tokenizer, prompts.max_prompt_tokens)
 
 
 def _refuse_several_processes(trainer: dict[str, Any]) -> None:

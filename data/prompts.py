@@ -136,7 +136,7 @@ def encode_all(
     if most is not None and (room is None or longest <= room):
         remedy = f"raise `max_prompt_tokens` to {longest} or "
     elif most is not None:
-        remedy = f"`max_new_tokens` leaves room for {room} tokens, lower it or "
+        remedy = f"the new tokens leave room for {room} in the models' context: "
     raise ValueError(
         f"prompt longer than the context: {'; '.join(map(str, refused[:NAMED]))}"
         f"{more(len(refused))}; {remedy}leave such rows out"

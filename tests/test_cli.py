@@ -493,6 +493,15 @@ def test_run_refuses_a_typo_of_a_late_stage_before_the_first_starts(refused, mon
         assert refused("run", "--config", "quickstart", *words) == f"diversed run: {sentence}"
 
 
+def test_run_refuses_the_prompts_of_a_late_stage_before_the_first_starts(refused, tmp_path, monkeypatch):
+    """`eval` tests on a split that nothing was carved into, and so it would end after the training."""
+    monkeypatch.setitem(cli.COMMANDS, "gather", REAL_GATHER)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "0 + 1 ="}\n')
+    words = ["run", "--task", "jsonl", "--data.path", rows, "--out", tmp_path / "out"]
+    assert "is empty: it is carved from 1 rows" in refused(*words) and not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def benchmark(monkeypatch):
     """A benchmark called `probe`."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from diversed import cli
 from diversed.commands.gather import gather
 from diversed.commands.options import call
 from diversed.data import gathering
@@ -326,3 +328,26 @@ def test_traces_say_the_blend_that_a_bundles_card_says(workplace, tmp_path, blen
     options |= {"prompts": 2, "samples": 1, "relaxation": f"{bundle};bias=1", "store_logits": 3}
     call(gather, out=str(tmp_path / "traces"), **options)
     assert read_manifest(tmp_path / "traces")["relaxation"] == f"{bundle}{ending};bias=1"
+
+
+@pytest.mark.parametrize("remedy", ["--max_prompt_tokens", "rows"])
+def test_long_prompts_are_refused_before_the_first_unit_and_both_remedies_work_on_the_folder(tmp_path, remedy, capsys):
+    rows = [{"prompt": f"{i} + 1 ="} for i in range(8)]
+    rows[6] = {"prompt": "1 + " * 60}
+    file = tmp_path / "rows.jsonl"
+
+    def gathered(*more):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["gather", "--task", "jsonl", "--data.path", str(file), "--data.whole", "--prompts", "8", "--unit", "2"]
+        words += ["--samples", "1", "--max_new_tokens", "4", "--out", str(tmp_path / "out"), "--max_prompt_tokens"]
+        return cli.main([*words, *(more or ["40"])])
+
+    assert gathered() == 2
+    err = capsys.readouterr().err
+    longest = int(re.search(r"line 7 of rows.jsonl has (\d+) tokens, the limit is 40; raise `max_prompt_tokens` to \1 or"
+                            " leave such rows out", err)[1])  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    if remedy == "rows":
+        del rows[6]
+    assert gathered(*([str(longest)] if remedy != "rows" else [])) == 0
+    assert read_manifest(tmp_path / "out")["complete"]

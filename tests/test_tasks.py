@@ -628,7 +628,7 @@ def test_all_long_prompts_are_named_and_each_remedy_works(tmp_path):
     for most, room, remedy in (
         (20, 100, "raise `max_prompt_tokens` to 61 or leave such rows out"),
         (20, None, "raise `max_prompt_tokens` to 61 or leave such rows out"),
-        (99, 40, "`max_new_tokens` leaves room for 40 tokens, lower it or leave such rows out"),
+        (99, 40, "the new tokens leave room for 40 in the models' context: leave such rows out"),
         (None, 40, "the limit is 40; leave such rows out"),
     ):
         with pytest.raises(ValueError) as caught:
