@@ -16,6 +16,7 @@ import pytest
 from diversed import cli
 from diversed.commands import calibrate, decode, select_trees
 from diversed.commands import eval as evaluation
+from diversed.eval.sweep import Sweep
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.loading import load_pair
@@ -365,3 +366,37 @@ def test_results_are_not_written_through_links(source, tmp_path, monkeypatch, ca
     assert cli.main([*words, *more]) == 2
     assert f"{file} is a link, expected a file of its own; delete it" in capsys.readouterr().err
     assert victim.read_bytes() == before
+
+
+# What each command refuses once its folder is held.
+REFUSED = dict.fromkeys(("gather", "eval", "distill", "select", "run", "calibrate"), "--data.prompt_field nothing")
+REFUSED |= {"train": "--model.patience 2 --data.validation 0", "decode": "--max_new_tokens 1000"}
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_refused_command_leaves_no_folder(command, source, tmp_path, monkeypatch, capsys):
+    place = shutil.copytree(source, tmp_path / "place")
+    monkeypatch.chdir(place)
+    before = sorted(place.iterdir())
+    assert cli.main([*CASES[command].words.split(), *REFUSED[command].split()]) == 2
+    assert sorted(place.iterdir()) == before, capsys.readouterr().err
+
+
+def test_results_that_are_deleted_while_they_are_written_are_not_called_complete(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(shutil.copytree(source, tmp_path / "place"))
+    records, run_grouped = Sweep.records, decode.run_grouped
+
+    def emptied(original):
+        def call(*arguments, **options):
+            for name in ("out/results.jsonl", "out/out.jsonl"):
+                Path(name).unlink(missing_ok=True)
+            return original(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Sweep, "records", emptied(records))
+    monkeypatch.setattr(decode, "run_grouped", emptied(run_grouped))
+    for command, sentence in (("eval", "results in out were deleted while"), ("decode", "out.jsonl was changed while")):
+        assert cli.main(CASES[command].words.split()) == 2
+        assert sentence in capsys.readouterr().err
+        shutil.rmtree("out")

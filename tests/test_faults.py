@@ -5,10 +5,12 @@ docs/faults.md lists the faults that were tried, this file what keeps them away 
 
 import ast
 import random
+import signal
 from pathlib import Path
 
 import diversed
 import pytest
+from diversed import cli
 
 from .support.kills import series
 
@@ -79,3 +81,22 @@ def test_no_decision_reads_a_clock_that_can_jump():
 def test_a_command_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_run(tmp_path):
     """The short form of `python tests/support/kills.py`, which kills five commands."""
     assert series("train", tmp_path / "train", 2, random.Random(3))["kills"] == 2
+
+
+@pytest.mark.parametrize("name", ["train", "distill", "gather"])
+@pytest.mark.parametrize("how", ["TERM", "HUP", "INT"])
+def test_a_signal_ends_a_command_as_a_signal_does_and_says_how_to_resume(tmp_path, name, how):
+    """By hand: python tests/support/kills.py FOLDER --signal TERM, and with --fresh, which meets the imports too."""
+    found = series(name, tmp_path / name, 2, random.Random(4), how)
+    assert found["kills"] == found["told"] == 2
+
+
+def test_only_signals_that_would_end_the_process_are_answered_and_only_meanwhile():
+    usual = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._told(["gather"]):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup stays what it is
+            assert signal.getsignal(signal.SIGTERM) != usual[0]
+        assert signal.getsignal(signal.SIGTERM) == usual[0]
+    finally:
+        signal.signal(signal.SIGHUP, usual[1])

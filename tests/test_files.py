@@ -174,6 +174,54 @@ def test_locks_and_temporary_files_are_not_written_through_links(tmp_path, link)
     assert not (tmp_path / "out/a.json").is_symlink() and not (tmp_path / f"out/.a.json.{os.getpid()}.part").exists()
 
 
+def test_a_part_that_a_killed_process_left_is_taken_away_and_no_others(tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    for name in (f".a.json.{killed.pid}.part", f".a.json.{os.getpid()}.part", ".mine.part", "a.part"):
+        (tmp_path / name).write_text("half")
+    with exclusive(tmp_path):
+        names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f".a.json.{os.getpid()}.part", ".mine.part", "a.part", ".lock"}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_fails_before_it_writes_leaves_no_folder_that_it_made(tmp_path, shards):
+    (tmp_path / "there").mkdir()
+    for path, left in ((tmp_path / "a/b", False), (tmp_path / "there", True)):
+        with pytest.raises(KeyError):
+            with Folder(path, num_shards=shards).held():
+                with Folder(path, num_shards=shards).turn():
+                    raise KeyError
+        assert path.exists() == left
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(KeyError):
+        with Folder(tmp_path / "c", num_shards=shards).held():
+            (tmp_path / "c/results").write_text("1")
+            raise KeyError
+    assert (tmp_path / "c/results").exists()
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_two_folders_are_swapped(tmp_path, monkeypatch, able):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not able:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    files.exchange(tmp_path / "first", tmp_path / "second")
+    assert (tmp_path / "second/first").exists()
+    assert (tmp_path / "first/second").exists() == able
+
+
+def test_a_folder_that_does_not_say_by_which_format_is_of_an_older_version(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(SETTINGS))
+    with pytest.raises(ValueError, match="was begun by an older version.*can be read, but not continued; choose another --out"):
+        begin(tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"settings_format": 3} | SETTINGS))
+    with pytest.raises(ValueError, match="was begun with settings_format 3, now it is 2"):
+        begin(tmp_path)
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     write_whole(tmp_path / "a", "old")
     monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError("no space left")))
