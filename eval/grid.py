@@ -21,20 +21,24 @@ from .results import SETTINGS
 from .sweep import Cell, Sweep
 
 STATIC = [f"ensemble:0.{tenth}" for tenth in range(1, 10)]
-# One setting of every other rule that needs no training. The last two are a control: they truncate
+# The other rules that need no training, mild and strong. The last two are a control: they truncate
 # the target's own row, which is a part of what cascade-token and typical do.
 RULES = [
     "ensemble:0.3;blend=logits",
     "ensemble:0.6;blend=logits",
     "lenient:0.5",
     "mentored:2",
+    "mentored:5",
     "cascade-opt:0.1",
     "cascade-diff:0.1",
     "cascade-chow:0.1",
     "divergence:0.5",
-    "cascade-token:0.9",
+    "divergence:2",
+    "cascade-token:0.97",
     "typical:0.09,0.3",
-    "regret:1",
+    "typical:0.02,0.1",
+    "regret:2",
+    "regret:4",
     "min-p:0.05",
     "top-p:0.9",
 ]

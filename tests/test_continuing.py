@@ -153,7 +153,8 @@ CASES = {
         DATA | MODELS | SAMPLING | PROMPTS | {"split": "validation", "batch": "2"},
         ANYWHERE
         | dict.fromkeys(("methods", "relaxations", "temperatures", "draft_lengths", "seeds", "draft_length"), CELL)
-        | {"sampling.temperature": CELL, "chosen": "decides what is said under the table", "dry_run": "decodes nothing",
+        | dict.fromkeys(("chosen", "least.tokens_per_call", "least.step_acceptance"), "decides what is said under the table")
+        | {"sampling.temperature": CELL, "dry_run": "decodes nothing",
            "out": PLACE, "num_shards": SHARE, "shard_index": SHARE},
         FILES,
     ),
