@@ -9,8 +9,16 @@ import errno
 USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 
 
+LONGEST = 1200  # characters of a sentence; what is longer quotes something that is longer itself
+
+
 def sentence(error: BaseException) -> str:
     """The error as one line for the person at the keyboard."""
+    whole = _whole(error)
+    return whole if len(whole) <= LONGEST else f"{whole[:LONGEST]} ... ({len(whole)} characters)"
+
+
+def _whole(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         extra = "diversed[gguf]" if error.name == "gguf" else str(error.name)
         return f"the package `{error.name}` is not installed; pip install '{extra}'"

@@ -141,6 +141,11 @@ def decode_command(
         raise ValueError(
             "`diversed decode` needs --prompt, or --input and --output for a file of prompts"
         )
+    if one:
+        tree.check_alone(relaxation)
+        given = [name for name, value in vars(file).items() if value != getattr(PromptFile, name)]
+        if given:
+            raise ValueError(f"`{given[0]}` is for a file of prompts, --input; leave it out")
     way = Way(models, tree, text, relaxation, sampling, threads, compile)
     if one:
         _decode_prompt(way)

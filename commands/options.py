@@ -29,6 +29,7 @@ from ..files import nearest
 from . import settings
 from .table import command
 
+LARGEST = 2**63 - 1
 PAIR = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 OPTION = re.compile(r"--[\w.]+\+?(=.*)?", re.DOTALL)
 
@@ -122,9 +123,22 @@ def check(parser: ArgumentParser, args: list[str], values: dict, name: str) -> N
     """The options, not yet objects; what does not fit is a ValueError with a sentence."""
     start = [f"--config={written(values)}"] if values else []
     try:
-        return parser.parse_args(start + spell_out(parser, args, name))
+        found = parser.parse_args(start + spell_out(parser, args, name))
     except ArgumentError as error:
         raise ValueError(explain(error, parser, name)) from error
+    for option, value in found.items():
+        if value != "" or name != "run":  # which fills in what lies in its folder
+            _refuse_odd(option, value)
+    return found
+
+
+def _refuse_odd(option: str, value: Any) -> None:
+    """Refuse what no option can mean: a whole number beyond any machine, a text without letters."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if type(each) is int and abs(each) > LARGEST:
+            raise ValueError(f"`{option}` must lie within {-LARGEST}..{LARGEST}, got {each}")
+    if value == "":
+        raise ValueError(f"`{option}` must not be empty; give a value or leave it out")
 
 
 def take_configs(args: list[str]) -> tuple[list[str], list[settings.File]]:
@@ -194,7 +208,10 @@ def _spelled(option: str, values: list[str], kind: Any) -> list[str]:
     if kind is bool and not values:
         return [f"{option}=true"]
     item = _item(kind, values)
-    if item and not values[0].startswith("["):
+    bracket = (
+        values and values[0].startswith("[") and (len(values) == 1 or values[-1].endswith("]"))
+    )
+    if item and not bracket:
         return [f"{option}={written(_items(option, values, kind, item))}"]
     if len(values) == 1 and values[0].startswith("-"):
         return [f"{option}={values[0]}"]  # argparse takes a bare -1e-3 for an option

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..files import within
 from .tasks import DataOptions, Task, load_task
 
+MOST_PROMPTS = (1 << 28) - 1  # the seed of a text holds the number of its prompt; see gathering
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -29,7 +31,8 @@ class Prompts:
     seed: int = 0
 
     def __post_init__(self):
-        within(1, prompts=self.prompts, max_new_tokens=self.max_new_tokens)
+        within(1, MOST_PROMPTS, prompts=self.prompts)
+        within(1, max_new_tokens=self.max_new_tokens)
 
     def load(self, split: str = "train") -> Task:
         """The task with these examples of a split."""

@@ -13,7 +13,7 @@ import torch
 
 from ..files import MOST_THREADS, Folder, within, worker
 from .bundle import ROLES, read_card
-from .drafting import Branches
+from .drafting import MAX_NODES, Branches
 from .loading import load_pair
 from .model import Pair
 
@@ -91,6 +91,28 @@ class Tree:
     trunk: int = 0
     drafting: str | None = None
     relax_leaf: bool = False
+
+    def __post_init__(self):
+        within(0, MAX_NODES, draft_length=self.draft_length, trunk=self.trunk)
+        if isinstance(self.branches, str) and self.branches != "auto" and self.trunk:
+            raise ValueError(
+                f"`trunk` means nothing beside `branches` {self.branches}, which says the whole"
+                " shape; leave one out"
+            )
+
+    def check_alone(self, relaxation: str) -> None:
+        """Refuse what means nothing if texts are decoded by this tree and this relaxation alone."""
+        given = {name for name, value in vars(self).items() if value != getattr(Tree, name)}
+        idle: set[str] = set()
+        if self.method == "plain":
+            idle, why = given - {"method"}, "method plain, which drafts nothing"
+        elif isinstance(self.branches, str) and self.branches != "auto":
+            idle, why = given & {"draft_length"}, f"branches {self.branches}, which says it"
+        elif relaxation == "none":
+            idle, why = given & {"relax_leaf"}, "relaxation none, which relaxes nothing"
+        if idle:
+            names = ", ".join(f"`{name}`" for name in sorted(idle))
+            raise ValueError(f"{names} would change nothing beside {why}; leave it out")
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,34 @@ def test_help_names_every_command(capsys):
     assert all(f"\n  {name} " in out for name in cli.COMMANDS)
 
 
+# Odd values
+
+
+@pytest.mark.parametrize("words", [["--draft_length", "9" * 25], ["--seeds", "1", "-" + "9" * 25], ["--limit=" + "9" * 25],
+                                   ["--other.top_k", "9" * 25]])  # fmt: skip
+def test_whole_numbers_beyond_any_machine_are_refused(refused, words):
+    assert "must lie within -9223372036854775807..9223372036854775807, got " in refused("gather", "--target", "a", *words)
+
+
+def test_an_empty_text_is_refused(refused, tmp_path):
+    sentence = "diversed gather: `target` must not be empty; give a value or leave it out"
+    assert refused("gather", "--target", "") == sentence
+    assert refused("gather", "--config", config(tmp_path, "target: ''")) == sentence
+
+
+def test_a_sentence_about_a_million_characters_is_short(refused):
+    answer = refused("gather", "--target", "a", "--draft_length", "x" * 1_000_000)
+    assert answer.startswith("diversed gather: `draft_length` must be a whole number, got xxx") and len(answer) < 1500
+    assert answer.endswith(" characters)")
+
+
+@pytest.mark.parametrize("text", ["😀", "\\ud83d\\ude00", "a😀é日\u2028", "["])
+def test_texts_of_any_characters_arrive(text, tmp_path):
+    assert given("gather", "--target", "a", "--stop", text, "b")["stop"] == (text, "b")
+    path = config(tmp_path, "target: a\nstop: " + options.written([text, "b"]))
+    assert given("gather", "--config", path)["stop"] == (text, "b")
+
+
 # What the command line may say
 
 
@@ -532,7 +560,7 @@ def test_bench_prints_a_table_and_keeps_it(benchmark, tmp_path, capsys):
         (["trees"], "the benchmark `trees` is now `python experiments/trees.py`, in the repository"),
         (["overhead"], "the benchmark `overhead` is now `diversed bench step`"),
         (["probe", "--json", "."], "`--json` .: give the name of a file"),
-        (["probe", "--json", ""], "`--json` nothing: give the name of a file"),
+        (["probe", "--json", ""], "`json` must not be empty; give a value or leave it out"),
         (["probe", "--json", "no/such/a.json"], "`--json` no/such/a.json: its folder does not exist"),
         (["probe", "--bach", "2"], "`--bach` is not an option of `diversed bench probe`; did you mean `--batch`?"),
     ],

@@ -281,6 +281,10 @@ def parse(text: str, recorded: bool = False) -> Relaxation:
             f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out"
             " blend=logits"
         )
+    if rule.bias is not None and rule.name not in ("ensemble", "learned") and not recorded:
+        raise ValueError(
+            f"relaxation {text!r}: {rule.name} has no weight for a bias to shift; leave out bias"
+        )
     return rule
 
 
