@@ -178,8 +178,8 @@ def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, log
     if shard.weight.isnan().any():
         raise ValueError(
             f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a"
-            " blend of both rows, so it has no weight to learn from; gather with --relaxation"
-            " ensemble:0.3, or with none"
+            " blend of both rows there, so it has no weight to learn from; gather with"
+            " --relaxation ensemble:0.3, at temperature 0 with coin:0.3, or with none"
         )
     if hidden and shard.hidden is None:
         raise ValueError(

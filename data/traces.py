@@ -22,10 +22,11 @@ from torch import Tensor
 
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, objects, whole
 from ..files import read_object, sha256, write_whole
+from ..runtime.sampling import is_neutral
 from ..verifier.head import FEATURES
 from .columns import COLUMNS, REQUIRED
 
-FORMAT = 1
+FORMAT = 2  # 1: features of the rows as sampled, not of what the models believe
 MANIFEST = "manifest.json"
 MOST_PROMPTS = 1 << 26  # held-out prompts are drawn by a permutation of all
 SHARD = re.compile(r"shard-\d+\.safetensors")
@@ -120,12 +121,17 @@ def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANI
         )
     manifest = read_object(path, ANEW)
     found = manifest.get("format")
-    if found != FORMAT:
+    if found not in (1, FORMAT):
         raise ValueError(
             f"{path} has trace format {found!r}, this version reads format {FORMAT}; {ANEW}"
         )
     if wrong := fault(manifest, FIELDS):
         raise ValueError(f"{path} is damaged ({wrong}); {ANEW}")
+    if found == 1 and not _still_true(manifest):
+        raise ValueError(
+            f"{path} has trace format 1 and the sampling {manifest['sampling']}: its features are"
+            f" those of tempered or filtered rows, this version's of softmax(logits); {ANEW}"
+        )
     if not (incomplete or manifest["complete"]):
         raise ValueError(
             f"the traces in {folder} are incomplete ({len(manifest['shards'])} shards so far); "
@@ -134,6 +140,14 @@ def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANI
     if manifest["complete"] and not manifest["shards"]:
         raise ValueError(f"{path} is damaged (it is complete and names no shard); {ANEW}")
     return manifest
+
+
+def _still_true(manifest: dict) -> bool:
+    """Whether a folder of format 1 holds what it would hold now: rows as sampled were what the
+    models believe, or it holds labels of a selector for exact decoding, which have no features.
+    """
+    exact = manifest["relaxation"] == "none" and "methods" in manifest
+    return exact or is_neutral(manifest["sampling"])
 
 
 def read_shard(folder: str | Path, entry: dict, manifest: dict, verify: bool = True) -> Shard:

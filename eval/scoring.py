@@ -1,7 +1,7 @@
 """Finished texts under both models, teacher-forced: acceptance, bias and weight at every token.
 
 With p the target's row, q the draft's and v the relaxed target row at a position (all after
-temperature, top-k, top-p, min-p):
+temperature, top-k, top-p, min-p; at temperature 0 all three are one-hot):
 
     step acceptance   mean over positions of 1 - TV(q, v): how often one drafted token is kept; no
                       draft length in it
@@ -136,7 +136,8 @@ def scored_rows(
         # they cost nothing.
         parents = tuple(range(-1, len(position) - 1))
         chain = DraftTree(following, parents, q * scored.unsqueeze(-1), p)
-        relaxed = relaxer(chain, (draft.hidden, target.hidden), spent)
+        believed = relaxer.beliefs(draft.logits.to(device), target.logits)
+        relaxed = relaxer(chain, (draft.hidden, target.hidden), spent, believed)
         v = relaxed.tree.target
         rows = Rows(scored, following, p, q, v, relaxed.weight, total_variation(p, v))
         yield rows

@@ -147,6 +147,9 @@ One knob needs no retraining: `--relaxation "THIS_FOLDER;bias=-1"` is closer to 
 
 - The text is NOT distributed like the target's. Where exactness matters use `--relaxation none`.
 - The figures hold for the task, the models and the sampling settings above; elsewhere measure first (`diversed eval`).
+- The head reads what both models believe, softmax(logits), so its weights are the same at every temperature. What they
+  cost is not. At temperature 0 the most likely token of the blend is taken; `;blend=choice` takes the draft's most likely
+  token where the weight is above 1/2.
 - {portable}
 
 Made with {versions}.

@@ -28,16 +28,20 @@ from torch.nn import functional
 
 from ..runtime.bundle import ROLES, Bundle, load_bundle
 from ..runtime.relaxer import Relaxer, bundle_relaxer, settled
+from ..runtime.sampling import Sampling
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree, Verdict, draw
 from ..verifier.methods import METHODS
-from ..verifier.relax import Relaxation, parse
+from ..verifier.relax import Believed, Relaxation, on_target, parse
 
 KEY = "diversed"  # of vLLM's additional_config
 METHOD = {"standard": "token", "block": "block"}
-# Entries of a row of the vocabulary that are verified together: some ten float32 copies of them
+# Entries of a row of the vocabulary that are verified together: some twenty float32 copies of them
 # exist at a time, 1.3 GB, which vLLM's memory profile does not know of.
-AT_ONCE = 1 << 25
+AT_ONCE = 1 << 24
+# Requests differ in their sampling. At temperature 0 the first of these stands for it, else the
+# second: temperature, a filter and a grammar may have made other rows of what the models believe.
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(top_p=0.5)
 logger = logging.getLogger(__name__)
 
 
@@ -200,7 +204,12 @@ class RelaxedVerify:
     def __init__(self, sampler, spec_config, device: torch.device, relaxation: str):
         super().__init__(sampler, spec_config, device)
         rule, bundle = chosen(relaxation)
-        self.relaxer = bundle_relaxer(rule, bundle, device) if bundle else Relaxer(rule)
+        self.greedy, self.sampled = (
+            bundle_relaxer(rule, bundle, device, sampling)
+            if bundle
+            else Relaxer(rule, sampling=sampling)
+            for sampling in (GREEDY, SAMPLED)
+        )
         # Where the plugin was not loaded nothing else would tell.
         logger.warning("diversed: drafts are verified with the relaxation %s", relaxation)
         self.method = METHODS[METHOD[spec_config.rejection_sample_method]]
@@ -255,6 +264,7 @@ class RelaxedVerify:
         parts = [
             self._block(
                 processed[at[part]],
+                logits[at[part]],
                 draft_logits[slots[part]],
                 tokens[part],
                 heat[part],
@@ -285,15 +295,23 @@ class RelaxedVerify:
             use_fp64=self.sampler.use_fp64_gumbel,
         )
 
-    def _block(self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor, coins: Tensor):
+    def _block(
+        self,
+        target: Tensor,
+        raw: Tensor,
+        draft: Tensor,
+        tokens: Tensor,
+        heat: Tensor,
+        coins: Tensor,
+    ):
         """(tokens [B, N], how many of them count [B]) of one verification.
 
-        target: [B, N, V] logits as sampled; draft: [B, L, V] before temperature; tokens: [B, N], -1
-            where absent.
+        target: [B, N, V] logits as sampled; raw: the model's own; draft: [B, L, V] before
+            temperature; tokens: [B, N], -1 where absent.
         heat:   [B] temperatures; coins: [B, 2] uniforms.
         """
         target = target.float()
-        drafted, rows = self._rows(target, draft, tokens, heat)
+        drafted, rows = self._rows(target, raw.float(), draft, tokens, heat)
         if self.kernel:
             weight = torch.zeros(tokens.shape, device=tokens.device)  # the rows are relaxed already
             found = self.kernel(
@@ -305,28 +323,39 @@ class RelaxedVerify:
         return self._committed(tokens, found, target[:, 0])
 
     def _rows(
-        self, target: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor
+        self, target: Tensor, raw: Tensor, draft: Tensor, tokens: Tensor, heat: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The draft's rows [B, L, V], zero where no token was drawn from them, and the relaxed
         target's [B, N, V].
 
         The draft is drawn at the request's temperature alone. What top-k, a grammar or a list of
         forbidden tokens has taken from the target stays away from it: relaxing reads the draft's
-        row without these tokens.
+        row without these tokens. At temperature 0 what the target believes has the request's
+        penalties and biases in it, as its most likely token has.
         """
         greedy, child = (heat == 0)[:, None, None], tokens[:, 1:, None]
         drafted = (draft.float() / torch.where(greedy, 1, heat[:, None, None])).softmax(-1)
         # Cut or filled up to the target's vocabulary.
-        drafted = functional.pad(drafted, (0, target.shape[-1] - draft.shape[-1]))
+        missing = 0, target.shape[-1] - draft.shape[-1]
+        drafted = functional.pad(drafted, missing)
         certain = torch.zeros_like(drafted).scatter_(-1, child.clamp_min(0), 1)
         drafted = torch.where(child < 0, 0, torch.where(greedy, certain, drafted))
         own = target.softmax(-1)
         best = torch.zeros_like(own).scatter_(-1, target.argmax(-1, keepdim=True), 1)
         own = torch.where(greedy, best, own)
-        allowed = torch.where(target[:, :-1] > -torch.inf, drafted, 0)
-        allowed = allowed / allowed.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        tree = DraftTree(tokens, self.parents, functional.pad(allowed, (0, 0, 0, 1)), own)
-        return drafted, self.relaxer.tree(tree).target
+        allowed = functional.pad((target[:, :-1] > -torch.inf).float(), (0, 0, 0, 1))
+        leaf = 0, 0, 0, 1
+        seen = on_target(allowed, functional.pad(drafted, leaf))
+        tree = DraftTree(tokens, self.parents, seen, own)
+        sure = functional.pad(functional.pad(draft.float().softmax(-1), missing), leaf)
+        believed = Believed(
+            torch.where(greedy, target, raw).softmax(-1),
+            torch.where(greedy, on_target(allowed, sure), sure),
+        )
+        chosen, blended = (
+            relaxer.tree(tree, believed=believed).target for relaxer in (self.greedy, self.sampled)
+        )
+        return drafted, torch.where(greedy, chosen, blended)
 
     def _committed(self, tokens: Tensor, found: Verdict, root: Tensor) -> tuple[Tensor, Tensor]:
         """The accepted tokens and the bonus token; root: [B, V] the target's logits at the root."""

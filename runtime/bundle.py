@@ -16,7 +16,7 @@ compared with the card before any tensor is read. `export.bundle_writer` writes 
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from torch import Tensor
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
 from ..files import read_object, sha256, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
+from .sampling import Sampling, is_neutral
 
-FORMAT = 1
+FORMAT = 2  # 1: a head was shown rows as sampled, not what the models believe
 HEAD = "head.safetensors"
 CARD, EXAMPLE = "card.json", "example.safetensors"
 FILES = (CARD, HEAD, EXAMPLE, "README.md")
@@ -40,6 +41,7 @@ LARGEST_CARD = 16 << 20  # bytes
 # summation moves it by less than 1e-4 of its size, a changed feature or a wrong tensor by far more
 # than this.
 TOLERANCE = 1e-3
+SHOWN = 3  # figures in a warning
 SIZES = ("draft_hidden", "target_hidden", "width")
 HEAD_FIELDS = {f"head.{name}": whole(0, LARGEST_SIZE) for name in SIZES}
 HEAD_FIELDS["head.features"] = one_of(*KINDS)
@@ -119,7 +121,7 @@ class Card:
     @classmethod
     def from_json(cls, values: dict[str, Any], folder: Path) -> Card:
         """The card of the bundle in `folder`; ValueError if it lacks what every use needs."""
-        if (version := values.get("format")) != FORMAT:
+        if (version := values.get("format")) not in (1, FORMAT):
             raise ValueError(
                 f"bundle {folder} has format {version!r}, this version reads {FORMAT}; export it"
                 " again"
@@ -127,6 +129,8 @@ class Card:
         if found := fault(values, FIELDS):
             raise ValueError(f"{folder / CARD} is damaged ({found}); {AGAIN}")
         card = known_fields(cls, values | {"head": known_fields(HeadCard, values["head"])})
+        if version == 1:
+            card = card._read_anew(folder)
         if card.head.features != "hidden" and card.head.feature_names != list(FEATURES):
             raise ValueError(
                 f"bundle {folder} was trained on other features of the rows than this version"
@@ -134,6 +138,13 @@ class Card:
                 " again"
             )
         return card
+
+    def _read_anew(self, folder: Path) -> Card:
+        """A card of format 1, without the figures that this version would not measure again."""
+        refuse_other_rows(f"bundle {folder}", self.head.features, self.sampling)
+        neutral = is_neutral(self.sampling)
+        kept = [row for row in self.frontier if neutral and row.get("temperature", 1) == 1]
+        return replace(self, frontier=kept)
 
     def to_json(self) -> dict[str, Any]:
         """The values of card.json; `features` explains the numbers that the head reads."""
@@ -147,6 +158,17 @@ class Card:
     def name(self, role: str) -> str:
         """Name of the "target" or "draft" model."""
         return self.models[role]["name"]
+
+
+def refuse_other_rows(name: str, features: str, sampling: dict[str, Any]) -> None:
+    """ValueError if a head of before format 2, trained at this sampling, reads numbers that are
+    others now: no warning would make its weights right.
+    """
+    if features != "hidden" and not is_neutral(sampling):
+        raise ValueError(
+            f"the head of {name} was trained on rows at {sampling}, and this version shows a head"
+            " softmax(logits), which are other numbers; gather and train again"
+        )
 
 
 def known_fields(kind: type, values: dict[str, Any]) -> Any:
@@ -167,7 +189,7 @@ def load_bundle(
     folder: str | Path,
     target: Any = None,
     draft: Any = None,
-    sampling: Any = None,
+    sampling: Sampling | None = None,
     any_pair: bool = False,
 ) -> Bundle:
     """Read a bundle, replay its example, and check that it fits the models and the sampling it is
@@ -196,12 +218,8 @@ def load_bundle(
         if any_pair:
             hint += " (any_pair=True is only for heads with features='logits')"
         raise ValueError(f"bundle {folder} does not fit these models: {misfits}; {hint}")
-    if sampling is not None and (differences := _differences(card.sampling, asdict(sampling))):
-        warnings.warn(
-            f"bundle {folder} was not trained for these sampling settings: {differences};"
-            " acceptance and quality may differ from its card",
-            stacklevel=2,
-        )
+    if sampling is not None and (unmeasured := _unmeasured(card, sampling)):
+        warnings.warn(f"bundle {folder} {unmeasured}", stacklevel=2)
     calibration = card.calibration
     if target is not None and calibration and calibration["bias"] is None:
         warnings.warn(
@@ -328,8 +346,32 @@ def _describe(model: dict[str, Any]) -> str:
     return f"{model.get('name')} (hash {model.get('hash')}, hidden size {model.get('hidden_size')})"
 
 
-def _differences(trained: dict[str, Any], used: dict[str, Any]) -> str:
-    changed = {name: value for name, value in used.items() if trained.get(name, value) != value}
-    return ", ".join(
-        f"{name} is {value} (trained for {trained[name]})" for name, value in changed.items()
+def _unmeasured(card: Card, sampling: Sampling) -> str:
+    """What to say of a bundle at a sampling that its figures are not for, with the figures that it
+    has; "" if they are for it.
+
+    Temperature and filters leave a head's weights as they are; what these cost is another matter.
+    """
+    used, trained = asdict(sampling), card.sampling
+    measured = {row.get("temperature", 1) for row in card.frontier} or {trained.get("temperature")}
+    changed = [
+        f"{name} {value:g}"
+        for name, value in used.items()
+        if (value not in measured if name == "temperature" else trained.get(name, value) != value)
+    ]
+    if not changed:
+        return ""
+    nearest = min(measured, key=lambda at: abs((at or 0) - sampling.temperature))
+    figures = [
+        f"{row['relaxation']} scores {row['score']:.3f} at {row['tokens_per_call']:.2f} tokens a"
+        " call"
+        for row in card.frontier
+        if row.get("temperature", 1) == nearest
+    ]
+    known = f"it was trained at temperature {nearest} and has no figures"
+    if figures:
+        known = f"its figures are for temperature {nearest:g}: {', '.join(figures[:SHOWN])}"
+    return (
+        f"was not measured at {', '.join(changed)}; {known}. Its weights are the same at every"
+        " temperature, what they cost is not"
     )

@@ -1,10 +1,11 @@
 """A relaxation ready for use: the rule, and what computes its weights.
 
     relaxer = load_relaxer("runs/quickstart/bundle;bias=1", pair, sampling)
-    relaxed = relaxer(tree, (draft_hidden, target_hidden))   # tree, weight, cost
+    relaxed = relaxer(tree, (draft_hidden, target_hidden), believed=believed)   # tree, weight, cost
 
 The weight of a learned rule comes from a bundle's head or from a function that the user names. It
-is called with the rows [..., V] of both models at a context and, if it needs them, with their last
+is called with what both models believe at a context, rows [..., V] without temperature and filter,
+and, if it needs them, with their last
 hidden states [..., H_draft + H_target], draft first. The result [...] is the draft's share, in [0,
 1]. It sees one context at a time, so the weight of a node never depends on which siblings were
 drawn.
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from ..files import code_sha256
 from ..verifier.law import DraftTree
-from ..verifier.relax import Relaxation, parse, substitutions, unchecked_relax
+from ..verifier.relax import Believed, Relaxation, parse, substitutions, unchecked_relax
 from .bundle import Bundle, head_sha256, load_bundle
 from .model import Pair
-from .sampling import Sampling
+from .sampling import Sampling, beliefs
 
 Hidden = tuple[Tensor | None, Tensor | None]  # of draft and target, [..., H_draft], [..., H_target]
 NO_HIDDEN: Hidden = (None, None)
@@ -39,8 +40,8 @@ class Relaxed:
 
     tree:   the tree, its target rows relaxed; the very same object if the rule is `none`.
     weight: [B, N] float32, the draft's share at each node: 0 where the budget left the target's
-            row,
-        NaN where the draft was not run, and everywhere if the rule is no blend.
+        row, NaN where the draft was not run, and everywhere if the rule is no blend. At temperature
+        0 it is the share in the blend whose most likely token is taken, see `Relaxer.mixes`.
     cost:   [B, N] float64, expected substitutions of the token that follows each node.
     """
 
@@ -58,37 +59,58 @@ class Relaxer:
         share.
     needs_hidden: whether `weigh` reads hidden states.
     checked: whether the host looks at what `weigh` returns; a captured step cannot hold it then.
+    sampling: how the rows of the trees came from logits.
     """
 
     rule: Relaxation
     weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     needs_hidden: bool = False
     checked: bool = False
+    sampling: Sampling = Sampling()
 
     def __call__(
-        self, tree: DraftTree, hidden: Hidden = NO_HIDDEN, spent: Tensor | None = None
+        self,
+        tree: DraftTree,
+        hidden: Hidden = NO_HIDDEN,
+        spent: Tensor | None = None,
+        believed: Believed | None = None,
     ) -> Relaxed:
         """hidden: last hidden states [B, N, H] of draft and target; read only if `needs_hidden`.
         spent: [B] substitutions already charged to each request, for a budget.
+        believed: what the models believe; needed if `believes`.
         """
-        weight = self.weight(tree, hidden)
-        relaxed = self._relax(tree, weight, spent)
+        weight = self.weight(tree, hidden, believed)
+        relaxed = self._relax(tree, weight, spent, believed)
         cost = substitutions(tree, relaxed)
         if self.rule.budget is not None:
             weight = torch.where(cost > 0, weight, 0)
         weight = torch.where(tree.draft.sum(-1) > 0, weight.float(), torch.nan)
         return Relaxed(relaxed, weight, cost)
 
-    def tree(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> DraftTree:
+    def tree(
+        self, tree: DraftTree, hidden: Hidden = NO_HIDDEN, believed: Believed | None = None
+    ) -> DraftTree:
         """The relaxed tree alone, without a pass over the rows for what it costs."""
-        return self._relax(tree, self.weight(tree, hidden), None)
+        return self._relax(tree, self.weight(tree, hidden, believed), None, believed)
 
-    def _relax(self, tree: DraftTree, weight: Tensor, spent: Tensor | None) -> DraftTree:
-        return unchecked_relax(tree, self.rule, weight if self.weigh else None, spent)
+    def _relax(
+        self, tree: DraftTree, weight: Tensor, spent: Tensor | None, believed: Believed | None
+    ) -> DraftTree:
+        return unchecked_relax(
+            tree,
+            self.rule,
+            weight if self.weigh else None,
+            spent,
+            believed if self.believes else None,
+            self.sampling.greedy,
+            self.sampling.filters,
+        )
 
-    def weight(self, tree: DraftTree, hidden: Hidden = NO_HIDDEN) -> Tensor:
+    def weight(
+        self, tree: DraftTree, hidden: Hidden = NO_HIDDEN, believed: Believed | None = None
+    ) -> Tensor:
         """[B, N] the draft's share at each node before any budget, which a kernel takes; NaN if the
-        rule is no blend. Only a learned rule reads the tree's rows.
+        rule is no blend. Only a learned rule reads rows.
         """
         if self.weigh is None:
             constant = torch.nan if self.constant is None else self.constant
@@ -97,7 +119,29 @@ class Relaxer:
         if self.needs_hidden:
             draft, target = hidden
             both = torch.cat([draft.to(target.device), target], -1)
-        return self.weigh(tree.draft, tree.target, both)
+        rows = believed if self.believes else tree
+        weight = self.weigh(rows.draft, rows.target, both)
+        return (weight > 0.5).to(weight.dtype) if self.rule.blend == "choice" else weight
+
+    @property
+    def believes(self) -> bool:
+        """Whether it reads what the models believe, and that is not the tree's rows."""
+        constant = self.constant is not None
+        blend = constant and (self.rule.name != "ensemble" or not self.sampling.greedy)
+        return not self.sampling.neutral and not blend
+
+    def beliefs(self, draft: Tensor, target: Tensor) -> Believed | None:
+        """What the models with these logits [B, N, V] believe; None unless it is read."""
+        return Believed(beliefs(target), beliefs(draft)) if self.believes else None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the weight says what the relaxed rows are, blends of the tree's rows: not at
+        temperature 0 for a blend of what the models believe.
+        """
+        rule = self.rule
+        aside = rule.name in ("none", "coin") or rule.blend == "choice"
+        return rule.is_blend and (aside or not self.sampling.greedy)
 
     @property
     def constant(self) -> float | None:
@@ -108,17 +152,20 @@ class Relaxer:
     def fusible(self) -> bool:
         """Whether a method's kernel can relax while it verifies, given `weight`.
 
-        That is so for a blend of probabilities without a budget: a budget changes weights from node
-        to node, and other rules are not made of a weight.
+        That is so for a blend of probabilities without a budget, of rows as sampled: a budget
+        changes weights from node to node, other rules are not made of a weight, a filter of the
+        target also falls on the draft's row, and at temperature 0 a blend is not of one-hot rows.
         """
-        return self.rule.is_blend and self.rule.blend != "logits" and self.rule.budget is None
+        rule, plain = self.rule, not (self.sampling.greedy or self.sampling.filters)
+        blend = rule.is_blend and rule.blend != "logits" and rule.budget is None
+        return blend and (plain or rule.name == "none")
 
 
 def load_relaxer(relaxation: str | Relaxation, pair: Pair, sampling: Sampling) -> Relaxer:
     """The relaxation with the head or the function that it names, checked for this pair."""
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
     if rule.name != "learned":
-        return Relaxer(rule)
+        return Relaxer(rule, sampling=sampling)
     if rule.is_code:
         if rule.bias:
             raise ValueError(
@@ -126,29 +173,38 @@ def load_relaxer(relaxation: str | Relaxation, pair: Pair, sampling: Sampling) -
                 " leave it out"
             )
         made = _made(rule.source, pair.tokenizer)
-        return Relaxer(rule, _checked(made, rule.source), checked=True)
+        return Relaxer(rule, _checked(made, rule.source), checked=True, sampling=sampling)
     if not rule.source:
         raise ValueError(
             "`learned` needs to know which head: give the bundle's folder, or package.module:NAME"
         )
-    return bundle_relaxer(
-        rule, load_bundle(rule.folder, pair.target, pair.draft, sampling), pair.target.device
-    )
+    bundle = load_bundle(rule.folder, pair.target, pair.draft, sampling)
+    return bundle_relaxer(rule, bundle, pair.target.device, sampling)
 
 
-def bundle_relaxer(rule: Relaxation, bundle: Bundle, device: torch.device) -> Relaxer:
+def bundle_relaxer(
+    rule: Relaxation,
+    bundle: Bundle,
+    device: torch.device,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+) -> Relaxer:
     """The relaxer of a bundle's head."""
     head, bias = bundle.head.to(device), rule.bias or 0.0
     return Relaxer(
         settled(rule, bundle),
         lambda draft, target, hidden: head.weight(draft, target, hidden, bias),
         head.needs_hidden,
+        sampling=sampling,
     )
 
 
 def settled(rule: Relaxation, bundle: Bundle) -> Relaxation:
-    """The relaxation with the blend of the bundle's card, which the string may leave out."""
+    """The relaxation with the blend of the bundle's card, which the string may leave out; `choice`
+    is for every head.
+    """
     blend = bundle.card.head.blend
+    if rule.blend == "choice":
+        return rule
     if rule.blend not in ("", blend):
         raise ValueError(
             f"bundle {rule.source} was trained for the blend of {blend}, got {str(rule)!r}; leave"

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ..verifier.head import logit_features
 from ..verifier.law import DraftTree, inverse_cdf
+from ..verifier.relax import Believed, on_target
 from .batch import padded, prefill, refuse_nan
 from .completion import Stops
 from .engine import check_prompts
 from .model import Pair
 from .relaxer import Relaxer
-from .sampling import Sampling, probabilities
+from .sampling import Sampling, beliefs, probabilities
 from .uniforms import uniforms
 
 
@@ -142,20 +143,27 @@ class Sampler:
         target, draft = (probabilities(values, self.sampling) for values in logits)
         for rows, which in ((target, "target"), (draft, "draft")):
             refuse_nan(rows, which, state.names)
-        hidden = outs[1].hidden, outs[0].hidden
+        hidden, believed = (outs[1].hidden, outs[0].hidden), (target, draft)
+        if not self.sampling.neutral:
+            believed = tuple(beliefs(values) for values in logits)
         tree = DraftTree(state.last, (-1,), draft.unsqueeze(1), target.unsqueeze(1))
-        relaxed = self.relaxer(tree, hidden)
+        believing = Believed(*(rows.unsqueeze(1) for rows in believed))
+        relaxed = self.relaxer(tree, hidden, believed=believing)
         coins = uniforms(state.seed, state.length + position + 1, 3)
         token, substituted = couple(target, relaxed.tree.target[:, 0], coins)
+        if self.sampling.filters:  # the draft's row as it is blended
+            kept = on_target(target, draft)
+            draft = torch.where(kept.amax(-1, keepdim=True) > 0, kept, target)
         at = token.unsqueeze(1)
+        share = relaxed.weight[:, 0]
         columns = {
             "token": token.int(),
             "target_prob": target.gather(1, at).squeeze(1),
             "draft_prob": draft.gather(1, at).squeeze(1),
             "tv": (0.5 * (target - draft).abs().sum(-1)).clamp(0, 1),
-            "weight": relaxed.weight[:, 0],
+            "weight": share if self.relaxer.mixes else torch.full_like(share, torch.nan),
             "substituted": substituted,
-            "features": logit_features(draft, target),
+            "features": logit_features(believed[1], believed[0]),
         }
         if self.hidden:
             parts = [part[:, 0].to(target.device) for part in hidden]

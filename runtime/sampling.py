@@ -1,5 +1,5 @@
 """Logits to probabilities: temperature, top-k, top-p, min-p, in that order, in one place, for both
-models.
+models; and what the models believe: their rows without any of it.
 
 Verification is exact for the rows it is given, so whatever changes a row must change it here,
 before the draft is drawn and before the target checks it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ class Sampling:
     def filters(self) -> bool:
         """Whether tokens are left out other than by a temperature of 0."""
         return self.temperature > 0 and self != Sampling(self.temperature)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one; filters mean nothing then."""
+        return self.temperature == 0
+
+    @property
+    def neutral(self) -> bool:
+        """Whether rows as sampled are what the models believe."""
+        return is_neutral(vars(self))
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -88,6 +99,17 @@ def probabilities(logits: Tensor, sampling: Sampling = Sampling()) -> Tensor:  #
             rows.masked_fill(rows < sampling.min_p * rows.amax(-1, keepdim=True), 0)
         )
     return rows
+
+
+def is_neutral(settings: dict[str, Any]) -> bool:
+    """Whether fields of a `Sampling`, out of a file, leave rows as the models believe them."""
+    neutral = vars(Sampling())
+    return neutral | settings == neutral
+
+
+def beliefs(logits: Tensor) -> Tensor:
+    """What a model believes: softmax(logits) [..., V], whatever the temperature and the filters."""
+    return probabilities(logits)
 
 
 def _nucleus(rows: Tensor, top_p: float) -> Tensor:

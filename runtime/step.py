@@ -24,11 +24,12 @@ from torch import Tensor
 
 from ..verifier.kernels.cuts import cut
 from ..verifier.law import DraftTree, Verdict, unchecked_draw
+from ..verifier.relax import Believed
 from ..verifier.tree import on_device
 from . import chain_twin
 from .drafting import DraftShape, children
 from .model import Output
-from .sampling import probabilities
+from .sampling import beliefs, probabilities
 from .setup import Setup
 from .slots import Layout, Place, Side
 
@@ -65,6 +66,7 @@ class Drafted:
     rows:    [B, N, V] the draft's rows, zero where it was not run; None if nothing reads them.
     logits:  [B, D, V] at the D nodes where it was run; None unless a kernel verifies.
     hidden:  [B, N, H] last hidden states; None unless asked for.
+    believed: [B, N, V] what the draft believes; None unless the relaxer reads it beside `rows`.
     levels:  depths on which the draft was run.
     """
 
@@ -73,6 +75,7 @@ class Drafted:
     rows: Tensor | None
     logits: Tensor | None
     hidden: Tensor | None
+    believed: Tensor | None
     levels: int
 
 
@@ -173,9 +176,12 @@ class Step:
                     path = torch.arange(drawn.shape[1], device=drawn.device)
                     drawn = torch.where(path < paths.unsqueeze(1), drawn, -1)
                 tokens = torch.cat([tokens, drawn], 1)
-        drafted = Drafted(tokens, uniform[:, :2], None, None, None, len(levels))
+        drafted = Drafted(tokens, uniform[:, :2], None, None, None, None, len(levels))
         if self.by_rows:
             drafted.rows = _padded(levels, tokens, setup.pair.vocab)
+        if setup.relaxer.believes:
+            believed = [beliefs(each) for each in logits]
+            drafted.believed = _padded(believed, tokens, setup.pair.vocab)
         if self.way == "kernel":
             drafted.logits = torch.cat(logits, 1)
         if setup.hidden:
@@ -221,13 +227,15 @@ class Step:
         rows.lap("target")
         parents = self.shape.parents[: drafted.tokens.shape[1]]
         tree = DraftTree(drafted.tokens, parents, drafted.rows, target)
-        hidden = drafted.hidden, out.hidden
+        hidden, believed = (drafted.hidden, out.hidden), None
+        if setup.relaxer.believes:
+            believed = Believed(beliefs(out.logits), drafted.believed)
         if self.way == "kernel":
-            weight = setup.relaxer.weight(tree, hidden)
+            weight = setup.relaxer.weight(tree, hidden, believed)
             verdict, cost = self.from_logits(drafted, out.logits, target, weight)
             rows.check(verdict.node.double().log().unsqueeze(1), "target")  # unsound rows give -1
         else:
-            relaxed, weight, cost = self.relax(tree, hidden, rows.spent)
+            relaxed, weight, cost = self.relax(tree, hidden, rows.spent, believed)
             verdict = self.verify(relaxed, drafted.uniform)
         node, memory = verdict.node.clamp_min(0), ()
         if len(setup.shapes) > 1:
@@ -240,11 +248,11 @@ class Step:
         out = rows.target(self.target, rows.place, drafted.tokens, 0, self.setup.hidden)
         return Output(out.logits, out.hidden.float() if self.setup.hidden else None)
 
-    def relax(self, tree: DraftTree, hidden, spent: Tensor):
+    def relax(self, tree: DraftTree, hidden, spent: Tensor, believed: Believed | None):
         """(the tree with relaxed rows, the draft's weight, substitutions), see `Relaxer`."""
         if self.setup.relaxer.rule.name == "none":
             return tree, None, None
-        found = self.setup.relaxer(tree, hidden, spent)
+        found = self.setup.relaxer(tree, hidden, spent, believed)
         return found.tree, found.weight, found.cost
 
     def verify(self, tree: DraftTree, uniform: Tensor) -> Verdict:

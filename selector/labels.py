@@ -35,13 +35,14 @@ from ..runtime.engine import check_prompts
 from ..runtime.model import Model, Pair
 from ..runtime.relaxer import Relaxer, contents, load_relaxer
 from ..runtime.rollouts import Sampler
-from ..runtime.sampling import Sampling, probabilities
+from ..runtime.sampling import Sampling, beliefs, probabilities
 from ..runtime.shape_network import row_scalars
 from ..runtime.shapes import Shape, parse_shape
 from ..runtime.slots import Layout, Place, Side
 from ..runtime.uniforms import uniforms
 from ..verifier.law import DraftTree
 from ..verifier.methods import METHODS
+from ..verifier.relax import Believed
 from .supertree import Supertree, take_part
 from .tokens_per_step import chain_tokens, tree_tokens
 
@@ -240,7 +241,8 @@ class Labeller:
         the target.
         """
         topology = supertree.topology
-        target, draft = (_Run(one, topology, roots, self.sampling) for one in passes)
+        relaxer = self.relaxer
+        target, draft = (_Run(one, topology, roots, relaxer) for one in passes)
         uniform = uniforms(roots.seed, roots.length + 1, topology.nodes + supertree.most)
         tokens = roots.token.unsqueeze(1)
         for depth in range(1, topology.depth + 1):
@@ -250,7 +252,10 @@ class Labeller:
             tokens = torch.cat([tokens, drawn], 1)
         target.extend(tokens[:, 1:])
         tree = DraftTree(tokens, topology.parents, draft.rows, target.rows)
-        return self.relaxer.tree(tree, (draft.hidden, target.hidden))
+        believed = None
+        if relaxer.believes:
+            believed = Believed(target.believed, draft.believed)
+        return relaxer.tree(tree, (draft.hidden, target.hidden), believed)
 
 
 @dataclass(frozen=True)
@@ -275,14 +280,14 @@ class _Roots:
 
 class _Run:
     """A model's run over trees below R roots: rows [R, n, V] and hidden states [R, n, H] of the
-    nodes so far.
+    nodes so far; what it believes there, rows of no tokens unless the relaxer reads that.
     """
 
-    def __init__(self, one: _Pass, topology: DraftShape, roots: _Roots, sampling: Sampling):
+    def __init__(self, one: _Pass, topology: DraftShape, roots: _Roots, relaxer: Relaxer):
         device, at = roots.length.device, (roots.row, roots.length)
-        self.sampling, self.layout = sampling, Layout(one.model, topology)
+        self.relaxer, self.layout = relaxer, Layout(one.model, topology)
         self.place = Place(roots.length.tolist(), device)
-        self.rows = probabilities(one.logits[at], sampling).unsqueeze(1)
+        self.rows, self.believed = self._rows(one.logits[at].unsqueeze(1))
         self.hidden = one.hidden[at].float().unsqueeze(1)
         cache = copy.copy(one.cache)
         cache.layers = [copy.copy(layer) for layer in one.cache.layers]
@@ -292,8 +297,14 @@ class _Run:
     def extend(self, tokens: Tensor) -> None:
         """Run the model on the next n nodes, whose tokens are [R, n]."""
         out = self.side(self.layout, self.place, tokens, self.rows.shape[1], hidden=True)
-        self.rows = torch.cat([self.rows, probabilities(out.logits, self.sampling)], 1)
+        rows, believed = self._rows(out.logits)
+        self.rows = torch.cat([self.rows, rows], 1)
+        self.believed = torch.cat([self.believed, believed], 1)
         self.hidden = torch.cat([self.hidden, out.hidden.float()], 1)
+
+    def _rows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows = probabilities(logits, self.relaxer.sampling)
+        return rows, beliefs(logits) if self.relaxer.believes else rows[..., :0]
 
 
 def _chains(tree: DraftTree, supertree: Supertree, shape: Shape, coupled: bool) -> Tensor:

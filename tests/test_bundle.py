@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -111,12 +112,36 @@ def test_only_a_head_on_rows_moves_to_another_pair_and_warns(bundle):
             load_bundle(bundle, other, draft, any_pair=True)
 
 
-def test_other_sampling_warns_in_one_sentence_and_the_same_is_silent(bundle):
-    with pytest.warns(UserWarning, match=r"temperature is 0.6 \(trained for 1.0\)"):
-        load_bundle(bundle, sampling=Sampling(temperature=0.6))
+def test_a_sampling_that_was_not_measured_warns_with_the_figures_that_there_are(bundle):
+    sentence = "not measured at temperature 0.6, top_k 5; it was trained at temperature 1.0 and has no figures"
+    with pytest.warns(UserWarning, match=sentence):
+        load_bundle(bundle, sampling=Sampling(temperature=0.6, top_k=5))
+    figures = [
+        {"relaxation": "none", "score": 0.95, "tokens_per_call": 2.5, "temperature": at} for at in (1.0, 0.3)
+    ] + [{"relaxation": "a/b;bias=1", "score": 0.9, "tokens_per_call": 3, "temperature": 0.3}]
+    change(bundle, frontier=figures)
+    known = "its figures are for temperature 0.3: none scores 0.950 at 2.50 tokens a call, a/b;bias=1 scores 0.900 at 3.00"
+    with pytest.warns(UserWarning, match=f"not measured at temperature 0; {known}"):
+        load_bundle(bundle, sampling=Sampling(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_bundle(bundle, target, draft, sampling=Sampling())
+        for temperature in (1.0, 0.3):
+            load_bundle(bundle, target, draft, sampling=Sampling(temperature))
+
+
+def test_a_bundle_of_format_1_is_read_if_its_head_was_shown_what_the_models_believed(bundle):
+    figures = [
+        {"relaxation": "none", "score": 0.95, "tokens_per_call": 2.5, "temperature": at} for at in (1.0, 0.3)
+    ]
+    change(bundle, format=1, frontier=figures)
+    read = load_bundle(bundle)
+    assert read.card.frontier == figures[:1], "what was measured at other temperatures is measured anew"
+    change(bundle, sampling={"temperature": 0.7})
+    if read.head.features == "hidden":
+        assert load_bundle(bundle).card.frontier == []
+    else:
+        with pytest.raises(ValueError, match="trained on rows at {'temperature': 0.7}, .* gather and train again"):
+            load_bundle(bundle)
 
 
 def test_decoding_with_a_bundle_takes_the_models_that_its_card_names(bundle):
@@ -156,7 +181,7 @@ def test_damaged_bundles_are_refused_in_a_sentence(bundle):
         with pytest.raises(ValueError, match=r"card.json is damaged \(`models.(target|draft).name` (is missing|must be)"):
             load_bundle(bundle)
     change(bundle, format=99)
-    with pytest.raises(ValueError, match="format 99, this version reads 1"):
+    with pytest.raises(ValueError, match="format 99, this version reads 2"):
         load_bundle(bundle)
     (bundle / "card.json").write_text("{")
     with pytest.raises(ValueError, match="card.json is damaged"):
@@ -298,3 +323,14 @@ def test_entries_of_another_kind_are_refused(bundle, entry, value):
     change(bundle, **{entry: value})
     with pytest.raises(ValueError, match=f"card.json is damaged .`{entry}`.* export the bundle again"):
         load_bundle(bundle)
+
+
+def test_a_head_of_tempered_rows_is_not_exported_and_one_of_believed_rows_is(tmp_path):
+    trained(tmp_path / "train", "logits")
+    record = json.loads((tmp_path / "train" / "train.json").read_text())
+    record["manifest"]["sampling"] = {"temperature": 0.7}
+    for version, sentence in ((1, "gather and train again"), (2, "")):
+        record["manifest"]["format"] = version
+        (tmp_path / "train" / "train.json").write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+            export(train=str(tmp_path / "train"), out=str(tmp_path / "bundle"))

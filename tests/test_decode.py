@@ -1,6 +1,7 @@
 """The loop against the law it must sample from, against transformers, and against itself in other batches."""
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -71,6 +72,62 @@ def test_sampled_texts_follow_the_relaxed_law(method, relaxation):
         max_new_tokens=LENGTH, branches=1 if METHODS[method].drafting == "chain" else 2,
     )  # fmt: skip
     assert chi_squared(texts, law) > 1e-5
+
+
+def gate(draft, target, hidden):
+    """A weight that reads both rows."""
+    return draft.amax(-1) * target.amax(-1)
+
+
+def decoded(pair, prompt, method, relaxation, sampling, count):
+    """`count` texts of three tokens; every row is a relaxed one."""
+    rule = parse(relaxation)
+    engine = Engine(
+        pair, method, "none" if rule.name == "learned" else rule, 2, relax_leaf=True, sampling=sampling,
+        branches=1 if METHODS[method].drafting == "chain" else 2,
+    )  # fmt: skip
+    if rule.name == "learned":
+        engine.relaxer = Relaxer(rule, gate, sampling=sampling)
+    return list(engine.run({i: Request(prompt, i, LENGTH) for i in range(count)}, 2000).values())
+
+
+@pytest.mark.parametrize("relaxation", ["ensemble:0.4", "learned", "learned;blend=logits", "typical:0.3,0.9", "regret:0.5"])
+@pytest.mark.parametrize("method", ["block", "univer", "gbv"])
+def test_with_a_filter_texts_follow_the_law_of_the_tokens_that_it_left(method, relaxation):
+    """Weights and criteria are those of the rows before temperature and filter; no other token is ever said."""
+    pair, prompt, sampling = tiny_pair(VOCAB, end=False), [2, 3], Sampling(2, top_k=3)
+    law = relaxed_law(pair, prompt, relaxation, LENGTH, sampling, gate if relaxation.startswith("learned") else None)
+    texts = decoded(pair, prompt, method, relaxation, sampling, 2000)
+    said = {tuple(text.tokens) for text in texts}
+    left = {text for text, chance in zip(product(range(VOCAB), repeat=LENGTH), law.tolist(), strict=True) if chance}
+    assert said <= left and len(left) < VOCAB**LENGTH
+    assert chi_squared(texts, law) > 1e-5
+
+
+COLD = ["none", "ensemble:0.4", "ensemble:0.4;blend=logits", "lenient:0.2", "cascade-chow:0.5", "cascade-token:0.7"]
+COLD += ["typical:0.1,0.3", "regret:1", "divergence:0.5", "mentored:3", "learned", "learned;blend=choice"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_temperature_0_the_text_is_the_one_that_the_rule_chooses(method):
+    """From every prompt of two tokens; some texts are not the target's."""
+    pair, others = tiny_pair(VOCAB, end=False), 0
+    for relaxation, prompt in product(COLD, product(range(VOCAB), repeat=2)):
+        own = gate if relaxation.startswith("learned") else None
+        law = relaxed_law(pair, list(prompt), relaxation, LENGTH, GREEDY, own)
+        (text,) = decoded(pair, list(prompt), method, relaxation, GREEDY, 1)
+        place = [VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)]
+        assert law[sum(token * base for token, base in zip(text.tokens, place, strict=True))] == 1
+        others += text.substitutions > 0
+    assert others > 10
+
+
+def test_a_coin_is_thrown_at_temperature_0():
+    pair, prompt = tiny_pair(VOCAB, end=False), [2, 3]
+    for method in ("block", "traversal"):
+        texts = decoded(pair, prompt, method, "coin:0.4", GREEDY, 2000)
+        law = relaxed_law(pair, prompt, "coin:0.4", LENGTH, GREEDY)
+        assert 1 < (law > 0).sum() and chi_squared(texts, law) > 1e-5
 
 
 def test_gbv_that_chooses_its_paths_before_each_step_keeps_the_law_and_the_batch():

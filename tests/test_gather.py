@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from diversed.files import sha256, worker
 from diversed.runtime.loading import load_pair
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.rollouts import Sampler, couple
-from diversed.runtime.sampling import Sampling
+from diversed.runtime.sampling import Sampling, probabilities
 from diversed.verifier.head import WeightHead, logit_features
 from diversed.verifier.relax import parse
 
@@ -34,8 +35,8 @@ from .support.models import module, relaxed_law, tiny_pair, tokenizer
 VOCAB, LENGTH = 4, 3
 
 
-def sampler(pair, relaxation, gate=None, length=LENGTH, **options):
-    return Sampler(pair, Relaxer(parse(relaxation), gate), Sampling(), length, **options)
+def sampler(pair, relaxation, gate=None, length=LENGTH, sampling=Sampling(), **options):  # noqa: B008  frozen
+    return Sampler(pair, Relaxer(parse(relaxation), gate, sampling=sampling), sampling, length, **options)
 
 
 def test_the_maximal_coupling_has_the_relaxed_law_and_replaces_as_rarely_as_possible():
@@ -49,15 +50,20 @@ def test_the_maximal_coupling_has_the_relaxed_law_and_replaces_as_rarely_as_poss
     assert replaced.double().mean() == pytest.approx(float(tv), abs=0.02)
 
 
-@pytest.mark.parametrize("relaxation", ["ensemble:0.5", "typical:0.2,0.5", "none"])
-def test_sampled_texts_follow_the_relaxed_law(relaxation):
+WAYS = [(relaxation, Sampling()) for relaxation in ("ensemble:0.5", "typical:0.2,0.5", "none")]
+WAYS += [("coin:0.4", Sampling(0)), ("ensemble:0.8", Sampling(0)), ("ensemble:0.5", Sampling(0.7, top_p=0.8))]
+
+
+@pytest.mark.parametrize("relaxation, sampling", WAYS)
+def test_sampled_texts_follow_the_relaxed_law(relaxation, sampling):
     """20,000 texts of three tokens: the largest deviation of 64 binomial frequencies stays below 5 of their s.d."""
     pair, prompt, count = tiny_pair(VOCAB, end=False), [2, 3], 20_000
-    texts = sampler(pair, relaxation).run({0: prompt}, count, lambda prompt, sample: sample)
+    drawn = sampler(pair, relaxation, sampling=sampling)
+    texts = drawn.run({0: prompt}, count, lambda prompt, sample: sample)
     base = torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
     digits = torch.tensor([text.tokens for text in texts]) @ base
     observed = torch.bincount(digits, minlength=VOCAB**LENGTH) / count
-    law = relaxed_law(pair, prompt, relaxation, LENGTH)
+    law = relaxed_law(pair, prompt, relaxation, LENGTH, sampling)
     assert ((observed - law).abs() <= 5 * (law * (1 - law) / count).sqrt() + 1 / count).all()
     replaced = torch.cat([text.columns["substituted"] for text in texts])
     assert replaced.any() == (relaxation != "none")
@@ -94,6 +100,26 @@ def test_a_trace_holds_the_numbers_of_both_models_at_its_own_contexts():
         for name, row in (("target_top", rows[0]), ("draft_top", rows[1])):
             torch.testing.assert_close(text.columns[name].float(), row.gather(1, top).log(), atol=2e-2, rtol=2e-3)
         assert text.finished == (text.tokens[-1] == 1)
+
+
+@pytest.mark.parametrize(
+    "relaxation, sampling, weight",
+    [("coin:0.4", Sampling(0), 0.4), ("ensemble:0.4", Sampling(0), math.nan), ("ensemble:0.4", Sampling(2, top_k=2), 0.4)],
+)
+def test_a_trace_holds_features_of_what_is_believed_and_numbers_of_rows_as_sampled(relaxation, sampling, weight):
+    """weight is the share in the row that the token was drawn from, NaN where that is no blend of rows as sampled."""
+    pair, prompt = tiny_pair(7, end=False), [2, 3]
+    (text,) = sampler(pair, relaxation, length=30, sampling=sampling).run({0: prompt}, 1, lambda p, s: 1)
+    with torch.no_grad():
+        ids = torch.tensor([prompt + text.tokens])
+        logits = [model.module(ids).logits[0, 1:-1] for model in (pair.target, pair.draft)]
+    believed, (p, q) = [each.softmax(-1) for each in logits], [probabilities(each, sampling) for each in logits]
+    kept = (q * (p > 0)).sum(-1, keepdim=True)
+    q = torch.where(kept > 0, q * (p > 0) / kept, p) if sampling.filters else q
+    torch.testing.assert_close(text.columns["features"], logit_features(believed[1], believed[0]), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(text.columns["tv"], 0.5 * (p - q).abs().sum(-1), atol=1e-5, rtol=1e-4)
+    assert 0.1 < text.columns["tv"].mean() < 1 and text.columns["substituted"].any()
+    assert text.columns["weight"].tolist() == pytest.approx([weight] * 30, nan_ok=True)
 
 
 def test_texts_do_not_depend_on_the_batch_they_are_sampled_in():

@@ -48,7 +48,8 @@ def make_engine(pair, method="block", relaxation="none", device="cpu", draft_len
         head.net[2].weight.data.normal_()
         head = head.to(device)
         bias = rule.bias or 0.0
-        engine.relaxer = Relaxer(rule, lambda draft, target, hidden: head.weight(draft, target, hidden, bias), True)
+        weigh = lambda draft, target, hidden: head.weight(draft, target, hidden, bias)  # noqa: E731
+        engine.relaxer = Relaxer(rule, weigh, True, sampling=engine.sampling)
         engine.hidden = True
     return engine
 
@@ -88,7 +89,14 @@ OPTIONS = {
     "relaxed leaf of a chain": ("block", {"relax_leaf": True}),
     "paths for a tree's method": ("traversal", {"drafting": "paths", "branches": 3}),
     "cold": ("greedy_tree", {"sampling": Sampling(0)}),
+    "cold with a head": ("univer", {"sampling": Sampling(0), "relaxation": "learned;bias=0.7"}),
+    "cold with a choice": ("block", {"sampling": Sampling(0), "relaxation": "learned;blend=choice"}),
+    "cold with a budget": ("traversal", {"sampling": Sampling(0), "relaxation": "lenient:0.1;budget=2"}),
+    "a coin": ("gbv", {"sampling": Sampling(0), "relaxation": "coin:0.4"}),
+    "cool with a head": ("traversal", {"sampling": Sampling(0.7), "relaxation": "learned;bias=0.7"}),
     "filtered": ("rrsw", {"sampling": Sampling(0.8, top_k=5, top_p=0.9)}),
+    "filtered with a head": ("univer", {"sampling": Sampling(0.8, top_k=5), "relaxation": "learned;bias=0.7"}),
+    "filtered with a rule": ("block", {"sampling": Sampling(1, top_p=0.9), "relaxation": "typical:0.3,0.5"}),
     "one token": ("token", {"draft_length": 1}),
 }
 
@@ -96,7 +104,7 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_every_option_of_a_tree_is_honoured(case):
     method, options = OPTIONS[case]
-    engine = make_engine(tiny_pair(VOCAB), method, "ensemble:0.3", **options)
+    engine = make_engine(tiny_pair(VOCAB), method, **({"relaxation": "ensemble:0.3"} | options))
     same(engine.run(requests(), 4, static=True), engine.run(requests(), 4))
 
 
@@ -135,7 +143,7 @@ def test_a_gate_is_not_shown_the_hidden_states_that_a_choice_needs(tmp_path, way
     engine = choosing(tmp_path, tiny_pair(VOCAB), "gbv", way, "learned")
     shown = []
     weigh = lambda draft, target, hidden: shown.append(hidden) or 0.9 * draft[..., 2]  # noqa: E731
-    engine.relaxer = Relaxer(engine.relaxer.rule, weigh)
+    engine.relaxer = Relaxer(engine.relaxer.rule, weigh)  # at the sampling of the engine, which is neutral
     engine.hidden = engine.selector.looks_back
     same(engine.run(requests(), 3, static=True), engine.run(requests(), 3))
     assert shown and all(hidden is None for hidden in shown)
@@ -258,8 +266,8 @@ def test_no_chosen_step_waits(tmp_path, shadow, method, way):
 @pytest.mark.parametrize("case", OPTIONS)
 def test_no_option_makes_a_step_wait(shadow, case):
     method, options = OPTIONS[case]
-    engine = make_engine(shadow, method, "ensemble:0.3", "meta", **options)
-    for wanted in {False, method in NAMES and options.get("drafting") != "paths"}:
+    engine = make_engine(shadow, method, device="meta", **({"relaxation": "ensemble:0.3"} | options))
+    for wanted in {False, method in NAMES and options.get("drafting") != "paths" and engine.relaxer.fusible}:
         step = StaticStep(StaticState(engine, 2, 64), engine.shape, kernels=wanted)
         assert (step.step.way == "kernel") == wanted
         with Capturable(), NoLists():
@@ -284,15 +292,19 @@ def test_what_is_computed_does_not_depend_on_the_texts(method, branches):
     assert noted[0] == noted[1] == noted[2] == noted[3] and len(set(map(tuple, lengths))) == 4
 
 
-@pytest.mark.parametrize("method, relaxation", [("block", "none"), *product(NAMES, ["learned;bias=0.7"])])
-def test_from_logits_the_kernels_give_the_same_texts(monkeypatch, method, relaxation):
+FUSED = [("block", "none", 1), ("univer", "learned;bias=0.7", 0.7), *product(NAMES, ["learned;bias=0.7"], [1])]
+
+
+@pytest.mark.parametrize("method, relaxation, temperature", FUSED)
+def test_from_logits_the_kernels_give_the_same_texts(monkeypatch, method, relaxation, temperature):
     """Triton's interpreter runs them; no text differs by a uniform near a step."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("the process below runs it")
     from .support import kernels
 
     kernels.quickened(monkeypatch)
-    engine, drawn = make_engine(tiny_pair(VOCAB), method, relaxation, draft_length=2), requests(3, most=3)
+    options = {"draft_length": 2, "sampling": Sampling(temperature)}
+    engine, drawn = make_engine(tiny_pair(VOCAB), method, relaxation, **options), requests(3, most=3)
     same(engine.run(drawn, 2, static=True), engine.run(drawn, 2))
     (state,) = engine.static.values()
     assert state.step(engine.shape).step.way == "kernel"
@@ -304,7 +316,7 @@ def test_kernels_are_interpreted_in_a_process_of_their_own():
     command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "from_logits"]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     answer = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[1])
-    assert answer.returncode == 0 and f"{1 + len(NAMES)} passed" in answer.stdout, answer.stdout[-2000:]
+    assert answer.returncode == 0 and f"{len(FUSED)} passed" in answer.stdout, answer.stdout[-2000:]
 
 
 def qwen3(seed: int, layers: int) -> Qwen3ForCausalLM:

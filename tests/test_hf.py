@@ -9,12 +9,13 @@ from itertools import product
 import pytest
 import torch
 from diversed.commands.export import export
+from diversed.data.tasks import load_task
 from diversed.export.bundle_writer import add_frontier, write_bundle
 from diversed.export.hf import FIELDS, _refuse
 from diversed.files import SEEDS, sha256
 from diversed.runtime.bundle import add_bias, load_bundle
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import make_pair
+from diversed.runtime.loading import load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.law import DraftTree
@@ -388,3 +389,27 @@ def test_a_repository_is_a_bundle_moves_and_refuses_other_models(tmp_path):
     export(train=str(tmp_path / "gate-train"), out=str(moved), format="hf")  # over the older one
     export(train=str(tmp_path / "gate-train"), out=str(moved))
     assert not (moved / "custom_generate").exists()
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.8])
+def test_greedy_ensemble_gives_the_texts_of_transformers_assisted_generation(weight):
+    """On the embedded pair, token for token; the texts end by themselves, so no draft is cut short by a limit."""
+    pair, length = load_pair("sums-target", "sums-draft", "float32", "cpu"), 5
+    task = load_task("sums", split="test", limit=6)
+    prompts = [task.encode(example, pair.tokenizer, 512) for example in task.examples]
+    options = {"relaxation": f"ensemble:{weight}", "sampling": Sampling(0), "draft_length": length}
+    ours = decode(pair, prompts, max_new_tokens=96, **options)
+    draft = pair.draft.module
+    draft.generation_config.num_assistant_tokens = length
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    exact = decode(pair, prompts, max_new_tokens=96, sampling=Sampling(0), draft_length=length)
+    for prompt, text in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = pair.target.module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=draft, do_sample=False,
+            max_new_tokens=96, assistant_ensemble_weight=1 - weight, eos_token_id=list(pair.eos),
+            pad_token_id=pair.eos[0],
+        )  # fmt: skip
+        assert text.finished and theirs[0, len(prompt) :].tolist() == text.tokens
+    assert [text.tokens for text in ours] != [text.tokens for text in exact]

@@ -126,16 +126,16 @@ MISTAKES = {
         ),
     ],
     "a leaf is relaxed though its draft was not run": [
-        ("relax", "drafted = tree.draft.amax(-1) > 0", "drafted = torch.ones_like(tree.tokens, dtype=torch.bool)"),
+        ("relax", "drafted = draft.amax(-1) > 0", "drafted = torch.ones_like(tree.tokens, dtype=torch.bool)"),
     ],
     "a node takes the weight of its neighbour": [
-        ("relax", "else weight.to(tree.target.dtype)", "else weight.roll(1, 1).to(tree.target.dtype)"),
+        ("relax", "share = weight.to(tree.target.dtype)", "share = weight.roll(1, 1).to(tree.target.dtype)"),
     ],
     "the weight is the target's share": [
         (
             "relax",
-            "torch.lerp(tree.target, tree.draft, share.unsqueeze(-1))",
-            "torch.lerp(tree.draft, tree.target, share.unsqueeze(-1))",
+            "return blend(target, draft, share.unsqueeze(-1).to(target.dtype))",
+            "return blend(draft, target, share.unsqueeze(-1).to(target.dtype))",
         ),
     ],
     "the lenient rule keeps what plain verification keeps": [
@@ -196,6 +196,85 @@ MISTAKES = {
             "start = torch.zeros_like(cost[:, 0]) if spent is None else spent.to(cost)",
             "start = torch.zeros_like(cost[:, 0])",
         ),
+    ],
+    "at temperature 0 a blend is that of the rows as sampled": [
+        (
+            "relax",
+            "chosen = token(believed.target, believed.draft, share.unsqueeze(-1))",
+            "chosen = token(tree.target, tree.draft, share.unsqueeze(-1))",
+        ),
+    ],
+    "at temperature 0 a blend takes the most likely token of the target": [
+        (
+            "relax",
+            "chosen = token(believed.target, believed.draft, share.unsqueeze(-1))",
+            "chosen = token(believed.target, believed.target, share.unsqueeze(-1))",
+        ),
+    ],
+    "at temperature 0 a blend is drawn from": [
+        ("relax", 'if greedy and rule.name != "coin" and rule.blend != "choice":', "if False:"),
+    ],
+    "at temperature 0 the coin is not thrown": [
+        ("relax", 'if greedy and rule.name != "coin" and rule', "if greedy and rule"),
+    ],
+    "a rule judges by the rows as sampled": [
+        (
+            "relax",
+            "judged = believed.target.to(wide), believed.draft.to(wide)",
+            "judged = target.to(wide), draft.to(wide)",
+        ),
+    ],
+    "a rule's token is the most likely one of the other row": [
+        (
+            "rules",
+            "return torch.where(accepted.squeeze(-1), wanted, target.argmax(-1))",
+            "return torch.where(accepted.squeeze(-1), target.argmax(-1), wanted)",
+        ),
+    ],
+    "a tie of a blend goes to the highest id": [
+        (
+            "rules",
+            "return torch.lerp(target, draft, weight).argmax(-1)",
+            "return target.shape[-1] - 1 - torch.lerp(target, draft, weight).flip(-1).argmax(-1)",
+        ),
+    ],
+    "a tie of the draft's tokens goes to the highest id": [
+        (
+            "rules",
+            "        wanted = draft.argmax(-1)\n",
+            "        wanted = draft.shape[-1] - 1 - draft.flip(-1).argmax(-1)\n",
+        ),
+    ],
+    "a choice takes the target where the weight is large": [
+        ("relax", "share = (share > 0.5)", "share = (share < 0.5)"),
+    ],
+    "the filter is applied after the blend": [
+        (
+            "relax",
+            "draft = on_target(tree.target, tree.draft) if filtered else tree.draft",
+            "draft = tree.draft",
+        ),
+        (
+            "relax",
+            "return replace(tree, target=_blended(tree.target, draft, share, rule))",
+            "return replace(tree, target=_unit(_blended(tree.target, draft, share, rule) * (tree.target > 0)))",
+        ),
+    ],
+    "a token that was filtered out comes back by the draft": [
+        (
+            "relax",
+            "draft = on_target(tree.target, tree.draft) if filtered else tree.draft",
+            "draft = tree.draft",
+        ),
+    ],
+    "a token that was filtered out comes back by a logarithm": [
+        ("relax", "rows = _unit(rows * (tree.target > 0))", "pass"),
+    ],
+    "what is left of the draft's row is not renormalised": [
+        ("relax", "return _unit(draft * (target > 0))", "return draft * (target > 0)"),
+    ],
+    "a row of which the filter left nothing is blended": [
+        ("relax", "drafted = draft.amax(-1) > 0", "drafted = tree.draft.amax(-1) > 0"),
     ],
 }
 

@@ -49,7 +49,7 @@ def weights(pair: Pair, seed: int) -> torch.Tensor:
 
 
 def relaxed_tree(every, text, weight):
-    return relax(every.tree, text, weight[every.contexts] if text == "learned" else None)
+    return relax(every.tree, text, weight[every.contexts] if text.startswith("learned") else None)
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -107,7 +107,7 @@ def test_no_path_inside_a_tree_passes_the_budget(text, parents):
     rows = torch.rand(2, 64, len(parents), 5, generator=generator, dtype=torch.float64).pow(3)
     draft, target = rows / rows.sum(-1, keepdim=True)
     tree = DraftTree(torch.zeros(64, len(parents), dtype=torch.int64), parents, draft, target)
-    weight = torch.rand(64, len(parents), generator=generator) if text == "learned" else None
+    weight = torch.rand(64, len(parents), generator=generator) if text.startswith("learned") else None
     spent = torch.rand(64, generator=generator, dtype=torch.float64) * 0.6
     free = path_sum(substitutions(tree, relax(tree, text, weight)), parents)
     charged = path_sum(substitutions(tree, relax(tree, f"{text};budget=0.6", weight, spent=spent)), parents)
@@ -124,7 +124,7 @@ def test_a_budget_of_zero_gives_the_text_of_exact_decoding(name, text):
         pair = random_pair(3, 3, kind, seeded(5))
         every = drafts(pair, drafting, parents, leaf_rows=True)
         tree = replace(every.tree, draft=every.tree.draft.float(), target=every.tree.target.float())
-        weight = torch.rand(tree.tokens.shape, generator=seeded()) if text == "learned" else None
+        weight = torch.rand(tree.tokens.shape, generator=seeded()) if text.startswith("learned") else None
         relaxed = relax(tree, f"{text};budget=0", weight)
         assert torch.equal(relaxed.target, tree.target)
         uniform = torch.rand(len(tree.tokens), 2, generator=seeded(1))
@@ -211,7 +211,7 @@ def test_relaxing_does_not_write_into_the_tree_and_keeps_its_dtype():
     tree = drafts(pair, "chain", chain(2)).tree
     before = tree.target.clone()
     for text in RULES:
-        weight = torch.rand(tree.tokens.shape, generator=seeded()) if text == "learned" else None
+        weight = torch.rand(tree.tokens.shape, generator=seeded()) if text.startswith("learned") else None
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             typed = replace(tree, draft=tree.draft.to(dtype), target=tree.target.to(dtype))
             relaxed = relax(typed, f"{text};budget=1", weight)
@@ -313,9 +313,11 @@ def test_a_bundle_need_not_be_written_to_be_named(tmp_path):
         ("none;bias=1", "none has no weight for a bias to shift; leave out bias"),
         ("lenient:0.5;bias=0", "lenient has no weight for a bias to shift; leave out bias"),
         ("none;budget=-1", "budget must be at least 0"),
-        ("none;bias", "bias=NUMBER, budget=NUMBER or blend=logits, once each"),
-        ("ensemble:0.5;blend=sum", "blend must be probabilities or logits, got sum"),
-        ("lenient:0.5;blend=logits", "lenient has no weight, so nothing to blend"),
+        ("none;bias", "bias=NUMBER, budget=NUMBER or blend=NAME, once each"),
+        ("ensemble:0.5;blend=sum", "blend must be probabilities, logits or choice, got sum"),
+        ("lenient:0.5;blend=logits", "lenient blends no logits"),
+        ("coin:0.5;blend=logits", "coin blends no logits"),
+        ("ensemble:0.5;blend=choice", "ensemble has no weight that differs from node to node"),
         ("none;budget=1;budget=2", "once each"),
     ],
 )

@@ -211,6 +211,6 @@ def test_what_the_regret_rule_loses_is_the_regret_it_takes_but_for_that_of_the_d
 
 
 def test_every_rule_is_in_the_table_of_rows():
-    assert {parse(text).name for text in ROWS} == set(RULES)
+    assert {parse(text).name for text in ROWS} == set(RULES) - {"coin"}  # which is ensemble but for its token
     assert all(rule.optional <= len(rule.ranges) for rule in RULES.values())
     assert len(set(itertools.chain(ROWS, PLAIN))) == len(ROWS)

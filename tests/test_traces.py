@@ -131,7 +131,9 @@ def test_a_shard_is_checked_before_it_is_written(tmp_path):
     "changes, sentence",
     [
         ({"complete": False}, r"incomplete \(2 shards so far\); run the same `diversed gather` again"),
-        ({"format": 2}, "has trace format 2, this version reads format 1"),
+        ({"format": 3}, "has trace format 3, this version reads format 2"),
+        ({"format": 1, "sampling": {"temperature": 0.5}}, "features are those of tempered or filtered rows"),
+        ({"format": 1, "sampling": {"top_p": 0.9}}, "features are those of tempered or filtered rows"),
         (
             {"shards": [{"file": "../x", "sha256": "", "texts": 1, "tokens": 1}]},
             r"damaged \(`shards` 0: `file` must be the name of a shard in this folder, got \"../x\"\); gather the traces anew",
@@ -150,6 +152,13 @@ def test_a_manifest_that_cannot_be_used_is_refused(folder, changes, sentence):
     edit_manifest(folder, **changes)
     with pytest.raises(ValueError, match=sentence):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampling": {"top_k": 9}, "relaxation": "none", "methods": ["gbv"]}])
+def test_a_folder_of_format_1_that_still_means_what_it_says_is_read(folder, changes):
+    """Rows as sampled were believed ones, or it holds a selector's labels of exact decoding."""
+    edit_manifest(folder, format=1, **changes)
+    assert read_manifest(folder)["format"] == 1
 
 
 def test_a_manifest_that_is_absent_broken_or_short_is_refused(folder):

@@ -11,12 +11,12 @@ from diversed.commands.export import export
 from diversed.export import vllm as plugin
 from diversed.files import sha256
 from diversed.runtime.loading import make_pair
-from diversed.runtime.sampling import Sampling, probabilities
+from diversed.runtime.sampling import Sampling, beliefs, probabilities
 from diversed.runtime.uniforms import uniforms
 from diversed.verifier.head import WeightHead
 from diversed.verifier.law import DraftTree, draw
 from diversed.verifier.methods import METHODS
-from diversed.verifier.relax import relax
+from diversed.verifier.relax import Believed, relax
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -224,12 +224,13 @@ def alone(found, given, index, relaxation, method):
         [probabilities(given["draft_logits"][slot, :drafted], Sampling(sampling.temperature))[None], leaf], 1
     )
     tokens = given["draft_sampled"][first : first + drafted + 1].long()[None]
-    seen = draft * (target > 0) if sampling.top_k else draft
-    seen = seen / seen.sum(-1, keepdim=True).clamp_min(1e-30)
     rule, head = chosen(relaxation)
     parents = tuple(range(-1, drafted))
-    weight = head.weight(seen, target, bias=rule.bias or 0.0) if head else None
-    relaxed = relax(DraftTree(tokens, parents, seen, target), rule, weight).target
+    raw = given["logits"][first : first + drafted + 1], given["draft_logits"][slot, :drafted]
+    p, q = beliefs(raw[0])[None], torch.cat([beliefs(raw[1])[None], leaf], 1)
+    weight = head.weight(q, p, bias=rule.bias or 0.0) if head else None
+    options = {"believed": Believed(p, q), "greedy": sampling.greedy, "filtered": sampling.filters}
+    relaxed = relax(DraftTree(tokens, parents, draft, target), rule, weight, **options).target
     coins = uniforms(torch.tensor([asked["seed"]]), given["pos"][first : first + 1] + 1, 2)
     name = {"standard": "token", "block": "block"}[method]
     verdict = draw(METHODS[name].law(DraftTree(tokens, parents, draft, relaxed)), coins)

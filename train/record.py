@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import OBJECT, TEXT, optional, read_checked, whole
-from ..runtime.bundle import HEAD, HEAD_FIELDS, HeadCard, head_sha256, known_fields, read_head
+from ..runtime.bundle import (
+    HEAD,
+    HEAD_FIELDS,
+    HeadCard,
+    head_sha256,
+    known_fields,
+    read_head,
+    refuse_other_rows,
+)
 from ..verifier.head import WeightHead
 
 RECORD = "train.json"
@@ -34,7 +42,9 @@ def read_trained(folder: str | Path) -> tuple[dict[str, Any], WeightHead]:
         )
     record = read_checked(folder / RECORD, FIELDS, "train again")
     refuse_other_head(folder, record)
-    described = known_fields(HeadCard, record["head"])
+    described, manifest = known_fields(HeadCard, record["head"]), record["manifest"]
+    if manifest.get("format", 1) == 1:  # that of the traces
+        refuse_other_rows(str(folder), described.features, manifest["sampling"])
     return record, read_head(folder, described, f"{RECORD} describes", "train again")
 
 

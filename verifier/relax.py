@@ -6,11 +6,26 @@ that row.
     learned           the same with a weight per node, computed by a head (DIVERSED, arXiv
                       2604.07622); also written as a bundle folder, or as package.module:NAME
 
-`;blend=logits` after ensemble or learned blends logarithms, target^(1-w) draft^w normalised, as the
-paper's code does. A bundle's card says which blend its head was trained for, so a bundle needs no
-`;blend=`. After any of them `;bias=0.5` (added to the logit of the weight, where the weight
-is computed: the head's logit, or the ensemble's constant; rules without a weight have none to
-shift) and `;budget=3` (expected substitutions per text).
+Three kinds of rows. What the models *believe* is softmax(logits), whatever the temperature and the
+filters: weights and every rule's criterion (the `if` of a cascade, the accepted tokens of
+cascade-token and typical) look at that. The rows *as sampled* are tempered and filtered as the user
+asked; they are blended or chosen, and give the *relaxed* row. At temperature 1 without filters the
+first two are the same. A token that the target's filter removed never comes back: the draft's row
+is restricted to the target's tokens and renormalised before it is used, and where nothing is left
+of it the target's row stays.
+
+At temperature 0 rows as sampled are one-hot, and so is the relaxed row: at the token that the rule
+chooses from the two believed rows (`Rule.token`), the lowest id of a tie. For a blend that is the
+most likely token of the blend, as in the paper and in transformers. `coin` alone stays a blend of
+two one-hot rows. So methods see point masses, and a budget counts the mismatches that are taken.
+
+`;blend=choice` after learned takes the draft's row if the weight is above 1/2, else the target's,
+at every temperature; a bias moves the threshold. `;blend=logits` after ensemble or learned blends
+logarithms, target^(1-w) draft^w normalised, as the paper's code does. A bundle's card says which of
+probabilities and logits its head was trained for, so a bundle needs no `;blend=` but for choice.
+After any of them `;bias=0.5` (added to the logit of the weight, where the weight is computed: the
+head's logit, or the constant of ensemble and coin; rules without a weight have none to shift) and
+`;budget=3` (expected substitutions per text).
 
 The weight of a node depends on that node's context only, never on which siblings were drawn. Where
 the draft was not run (an all-zero row: a leaf) the target's row stays; a caller that runs the draft
@@ -48,8 +63,11 @@ from torch import Tensor
 
 from ..files import close_to
 from .law import DraftTree
-from .rules import RULES, geometric_rows
+from .rules import RULES, ensemble_token, geometric_rows, geometric_token
 from .tree import on_device, topology
+
+BLENDS = ("probabilities", "logits", "choice")
+WEIGHTED = ("ensemble", "coin", "learned")  # whose rows are a blend by a weight a node
 
 
 @dataclass(frozen=True)
@@ -61,9 +79,8 @@ class Relaxation:
     bias:       added to the logit of the weight where it is computed, or None.
     budget:     largest sum of substitutions along a text, or None.
     source:     for "learned": a bundle folder or `package.module:NAME`, else "".
-    blend:      of ensemble and learned: "probabilities" or "logits"; "" if the string names a
-                bundle
-        and leaves it to the card.
+    blend:      of ensemble and learned: "probabilities" or "logits", of learned also "choice"; ""
+                if the string names a bundle and leaves it to the card.
     """
 
     name: str
@@ -121,7 +138,7 @@ class Relaxation:
     @property
     def is_blend(self) -> bool:
         """Whether the relaxed row is a blend of both rows, so that the draft has a share in it."""
-        return self.name in ("none", "ensemble", "learned")
+        return self.name in ("none", *WEIGHTED)
 
     @property
     def kind(self) -> str:
@@ -147,12 +164,23 @@ class Relaxation:
         """
         if self.name == "none":
             return 0.0
-        if self.name != "ensemble":
+        if self.name not in ("ensemble", "coin"):
             return None
         if not self.bias:
             return float(self.parameters[0])
         weight = torch.tensor(self.parameters[0], dtype=torch.float64)
         return float(torch.sigmoid(torch.logit(weight) + self.bias))
+
+
+@dataclass(frozen=True)
+class Believed:
+    """What the models believe at the nodes of a tree: softmax(logits).
+
+    target, draft: [B, N, V]; rows of zeros where a model was not run.
+    """
+
+    target: Tensor
+    draft: Tensor
 
 
 def relax(
@@ -161,12 +189,19 @@ def relax(
     weight: Tensor | None = None,
     *,
     spent: Tensor | None = None,
+    believed: Believed | None = None,
+    greedy: bool = False,
+    filtered: bool = False,
 ) -> DraftTree:
     """The tree with relaxed target rows.
 
     weight: [B, N] the draft's share at each node, bias included; needed for "learned" and only
         there.
     spent:  [B] substitutions already charged to each request, for the budget; none if not given.
+    believed: what the models believe; by default the tree's rows, which is so at temperature 1
+        without filters.
+    greedy: the tree's rows are one-hot, at the most likely token of each model (temperature 0).
+    filtered: a filter removed tokens from the tree's rows.
     """
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
     if rule.name != "learned":
@@ -175,13 +210,52 @@ def relax(
         raise ValueError("`weight` must lie in [0, 1], got others; it is the draft's share")
     if spent is not None and not ((spent >= 0) & (spent < math.inf)).all():
         raise ValueError("`spent` must be at least 0 and finite, got others")
-    return unchecked_relax(tree, rule, weight, spent)
+    return unchecked_relax(tree, rule, weight, spent, believed, greedy, filtered)
 
 
 def unchecked_relax(
-    tree: DraftTree, rule: Relaxation, weight: Tensor | None, spent: Tensor | None
+    tree: DraftTree,
+    rule: Relaxation,
+    weight: Tensor | None = None,
+    spent: Tensor | None = None,
+    believed: Believed | None = None,
+    greedy: bool = False,
+    filtered: bool = False,
 ) -> DraftTree:
     """`relax` for numbers that are known to be sound; it waits for no device."""
+    _check_weight(tree, rule, weight)
+    if rule.name == "none":
+        return tree
+    believed = believed or Believed(tree.target, tree.draft)
+    draft = on_target(tree.target, tree.draft) if filtered else tree.draft
+    drafted = draft.amax(-1) > 0
+    if rule.name not in WEIGHTED:
+        rows = _ruled(rule, tree.target, draft, believed, greedy)
+        return _within_budget(tree, rows, drafted, rule, spent)
+    if weight is None:
+        share = torch.full_like(tree.target[..., 0], rule.constant)
+    else:
+        share = weight.to(tree.target.dtype)
+    if rule.blend == "choice":
+        share = (share > 0.5).to(share.dtype)
+    share = torch.where(drafted, share, 0)
+    if greedy and rule.name != "coin" and rule.blend != "choice":
+        token = geometric_token if rule.blend == "logits" else ensemble_token
+        chosen = token(believed.target, believed.draft, share.unsqueeze(-1))
+        rows = _one_hot(chosen, tree.target)
+        return _within_budget(tree, rows, share > 0, rule, spent)
+    if rule.blend == "logits":
+        rows = _blended(tree.target, draft, share, rule)
+        if filtered:
+            rows = _unit(rows * (tree.target > 0))
+        return _within_budget(tree, rows, share > 0, rule, spent)
+    if rule.budget is not None:
+        cost = share.double() * _distance(tree.target, draft)
+        share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
+    return replace(tree, target=_blended(tree.target, draft, share, rule))
+
+
+def _check_weight(tree: DraftTree, rule: Relaxation, weight: Tensor | None) -> None:
     if (rule.name == "learned") != (weight is not None):
         wanted = (
             "`weight` [B, N] from its head"
@@ -196,30 +270,47 @@ def unchecked_relax(
             f"`weight` must be [B, N] like `tokens` {list(tree.tokens.shape)}, got"
             f" {list(weight.shape)}; one share a node"
         )
-    if rule.name == "none":
-        return tree
-    drafted = tree.draft.amax(-1) > 0
-    if rule.name in ("ensemble", "learned"):
-        share = (
-            torch.full_like(tree.target[..., 0], rule.constant)
-            if weight is None
-            else weight.to(tree.target.dtype)
-        )
-        share = torch.where(drafted, share, 0)
-        if rule.blend == "logits":
-            rows = geometric_rows(tree.target, tree.draft, share.unsqueeze(-1))
-            return _within_budget(tree, rows, share > 0, rule, spent)
-        if rule.budget is not None:
-            cost = share.double() * _distance(tree.target, tree.draft)
-            share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
-        return replace(tree, target=torch.lerp(tree.target, tree.draft, share.unsqueeze(-1)))
-    wide = torch.promote_types(tree.target.dtype, torch.float32)
-    target, draft = tree.target.to(wide), tree.draft.to(wide)
+
+
+def _ruled(
+    rule: Relaxation, target: Tensor, draft: Tensor, believed: Believed, greedy: bool
+) -> Tensor:
+    """The row of a rule without a weight, [B, N, V] in the dtype of `target`."""
+    wide = torch.promote_types(target.dtype, torch.float32)
+    judged = believed.target.to(wide), believed.draft.to(wide)
+    if greedy:
+        return _one_hot(RULES[rule.name].token(*judged, *rule.parameters), target)
     rows = RULES[rule.name].rows(
-        target, draft, *rule.parameters, believed_target=target, believed_draft=draft
+        target.to(wide),
+        draft.to(wide),
+        *rule.parameters,
+        believed_target=judged[0],
+        believed_draft=judged[1],
     )
-    rows = rows.to(tree.target.dtype)
-    return _within_budget(tree, rows, drafted, rule, spent)
+    return rows.to(target.dtype)
+
+
+def _blended(target: Tensor, draft: Tensor, share: Tensor, rule: Relaxation) -> Tensor:
+    """The blend of rows [B, N, V] with the draft's share [B, N]."""
+    blend = geometric_rows if rule.blend == "logits" else torch.lerp
+    return blend(target, draft, share.unsqueeze(-1).to(target.dtype))
+
+
+def on_target(target: Tensor, draft: Tensor) -> Tensor:
+    """The draft's rows [..., V] on the tokens that the target can say, renormalised; zero where
+    they have no mass there.
+    """
+    return _unit(draft * (target > 0))
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Rows scaled to sum to 1; rows of zeros stay."""
+    total = rows.sum(-1, keepdim=True)
+    return rows / torch.where(total > 0, total, 1)
+
+
+def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1)
 
 
 def _within_budget(
@@ -262,13 +353,14 @@ def parse(text: str, recorded: bool = False) -> Relaxation:
         key, equals, value = (part.strip() for part in option.partition("="))
         if key not in ("bias", "budget", "blend") or not equals or key in chosen:
             raise ValueError(
-                f"relaxation {text!r}: after `;` comes bias=NUMBER, budget=NUMBER or blend=logits,"
+                f"relaxation {text!r}: after `;` comes bias=NUMBER, budget=NUMBER or blend=NAME,"
                 f" once each; got {option!r}"
             )
         chosen[key] = value if key == "blend" else _number(text, key, value)
-    if chosen.get("blend", "logits") not in ("logits", "probabilities"):
+    if chosen.get("blend", "logits") not in BLENDS:
         raise ValueError(
-            f"relaxation {text!r}: blend must be probabilities or logits, got {chosen['blend']}"
+            f"relaxation {text!r}: blend must be {', '.join(BLENDS[:-1])} or {BLENDS[-1]}, got"
+            f" {chosen['blend']}"
         )
     if chosen.get("budget", 0) < 0:
         raise ValueError(
@@ -278,10 +370,14 @@ def parse(text: str, recorded: bool = False) -> Relaxation:
     rule = replace(_base(text, base, recorded), **chosen)
     if rule.blend == "logits" and rule.name not in ("ensemble", "learned"):
         raise ValueError(
-            f"relaxation {text!r}: {rule.name} has no weight, so nothing to blend; leave out"
-            " blend=logits"
+            f"relaxation {text!r}: {rule.name} blends no logits; leave out blend=logits"
         )
-    if rule.bias is not None and rule.name not in ("ensemble", "learned") and not recorded:
+    if rule.blend == "choice" and rule.name != "learned":
+        raise ValueError(
+            f"relaxation {text!r}: {rule.name} has no weight that differs from node to node, so"
+            " nothing to choose by; leave out blend=choice"
+        )
+    if rule.bias is not None and rule.name not in WEIGHTED and not recorded:
         raise ValueError(
             f"relaxation {text!r}: {rule.name} has no weight for a bias to shift; leave out bias"
         )

@@ -7,6 +7,8 @@ the same at every temperature; what is relaxed are the rows as sampled.
 
     ensemble:w        (1-w) target + w draft; w is the DRAFT's share (the paper and transformers
                       write 1 - w)
+    coin:w            ensemble:w; at temperature 0 the draft's most likely token with probability w,
+                      else the target's
     lenient:l         m + (1 - sum m) norm(max(target - draft, 0)), m = min(draft, target/l)
                       (Leviathan 2023)
     mentored:a        target clip(draft/target, b, a): most acceptance for its KL from the target
@@ -46,13 +48,14 @@ class Rule:
 
     rows:     (target, draft, *parameters, believed_target, believed_draft) -> relaxed rows, all
         rows [..., V].
-    token:    (believed_target, believed_draft, *parameters) -> [...] the token at temperature 0.
+    token:    (believed_target, believed_draft, *parameters) -> [...] the token at temperature 0;
+        None for coin, which draws one of two.
     ranges:   (name, low, high, whether low is allowed) of each parameter.
     optional: how many of the last parameters may be left out.
     """
 
     rows: Rows
-    token: Rows
+    token: Rows | None
     ranges: tuple[tuple[str, float, float, bool], ...] = ()
     optional: int = 0
 
@@ -259,6 +262,7 @@ _ALPHA = ("alpha", 0, 1, True)
 RULES = {
     "none": Rule(lambda target, draft, **believed: target, _targets_token),
     "ensemble": Rule(ensemble_rows, ensemble_token, (("weight", 0, 1, True),)),
+    "coin": Rule(ensemble_rows, None, (("weight", 0, 1, True),)),
     "lenient": Rule(lenient_rows, _draft_if(_within_leniency), (("leniency", 0, 1, False),)),
     "mentored": Rule(mentored_rows, _draft_if(_within_cap), (("cap", 1, math.inf, True),)),
     "cascade-opt": Rule(*_one_row(_opt), (_ALPHA,)),

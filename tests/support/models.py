@@ -10,7 +10,7 @@ from diversed.runtime.loading import make_pair
 from diversed.runtime.model import Pair
 from diversed.runtime.sampling import Sampling, probabilities
 from diversed.verifier.law import DraftTree
-from diversed.verifier.relax import relax
+from diversed.verifier.relax import Believed, relax
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,11 +63,23 @@ def text_law(rows: dict, length: int, vocab: int) -> Tensor:
     return torch.stack(law)
 
 
-def relaxed_law(pair: Pair, prompt: list[int], relaxation: str, length: int) -> Tensor:
-    """[V ** length] law of the texts where every row is the relaxed one."""
-    draft = rows_after(pair.draft, prompt, length, pair.vocab)
+def relaxed_law(
+    pair: Pair,
+    prompt: list[int],
+    relaxation: str,
+    length: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    gate=None,
+) -> Tensor:
+    """[V ** length] law of the texts where every row is the relaxed one; gate: the weight of a learned one."""
+    models = pair.target, pair.draft
+    sampled = [rows_after(model, prompt, length, pair.vocab, sampling) for model in models]
+    believed = [rows_after(model, prompt, length, pair.vocab) for model in models]
     rows = {}
-    for text, target in rows_after(pair.target, prompt, length, pair.vocab).items():
-        tree = DraftTree(torch.zeros(1, 1, dtype=torch.long), (-1,), draft[text][None, None], target[None, None])
-        rows[text] = relax(tree, relaxation).target[0, 0]
+    for text in sampled[0]:
+        target, draft, p, q = (each[text][None, None] for each in (*sampled, *believed))
+        tree = DraftTree(torch.zeros(1, 1, dtype=torch.long), (-1,), draft, target)
+        weight = gate(q, p, None) if gate else None
+        options = {"greedy": sampling.greedy, "filtered": sampling.filters, "believed": Believed(p, q)}
+        rows[text] = relax(tree, relaxation, weight, **options).target[0, 0]
     return text_law(rows, length, pair.vocab)

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import diversed.verifier
@@ -20,6 +21,14 @@ from diversed.verifier.enumerate_laws import (
 )
 from diversed.verifier.tree import chain, topology
 
+from .believed import (
+    RULES,
+    each_row,
+    filtered_pair,
+    greedy_pair,
+    greedy_row,
+    sampled_row,
+)
 from .rules import ROWS, row_by_hand, token_by_hand
 
 SOURCE = Path(diversed.verifier.__file__).parent
@@ -181,6 +190,28 @@ def _greedy(verifier) -> bool:
     return True
 
 
+def _believed(verifier) -> bool:
+    """The row of every rule at temperature 0 and with filters, at every context."""
+    relaxing = sys.modules[f"{verifier.__name__}.relax"]
+    for seed, kind in enumerate(("random", "tied", "zeros")):
+        pair = random_pair(3, 3, kind, _seeded(seed))
+        weight = torch.rand(len(pair.target), generator=_seeded(8), dtype=torch.float64)
+        zero, filtered = greedy_pair(pair), filtered_pair(pair)
+        for text in RULES:
+            greedily = each_row(partial(greedy_row, text), pair.target, pair.draft, weight)
+            sampled = filtered.target, filtered.draft, pair.target, pair.draft, weight
+            rows = each_row(partial(sampled_row, text, filtered=True), *sampled)
+            for one, wanted, option in ((zero, greedily, "greedy"), (filtered, rows, "filtered")):
+                tree = drafts(one, "chain", chain(2), leaf_rows=True)
+                believed = relaxing.Believed(*(each[tree.contexts] for each in (pair.target, pair.draft)))
+                share = weight[tree.contexts] if text.startswith("learned") else None
+                found = relaxing.relax(tree.tree, text, share, believed=believed, **{option: True}).target
+                back = option == "filtered" and found[tree.tree.target == 0].any()
+                if back or (found - wanted[tree.contexts]).abs().max() >= EXACT:
+                    return False
+    return True
+
+
 def _budgeted(verifier) -> bool:
     relaxing = sys.modules[f"{verifier.__name__}.relax"]
     pair = random_pair(3, 5, "random", _seeded(9))
@@ -234,6 +265,7 @@ LAWS = {
     "the text has the relaxed target's law": _relaxed,
     "rules give the rows of their formulas": _ruled,
     "rules choose the tokens of their greedy forms": _greedy,
+    "rules judge by what is believed, and relax what is sampled": _believed,
     "no path passes the budget, and zero is exact": _budgeted,
     "expected lengths are the known ones": _longer,
     "a sliver of the draft keeps its precision": _single,
