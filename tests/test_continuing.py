@@ -35,6 +35,7 @@ DATA = {
     "task": "gsm8k", "data.path": "copy.jsonl", "data.whole": "false", "data.prompt_field": "other",
     "data.article_field": "other", "data.reference_field": "other", "data.template": "Q: {prompt}",
     "data.score": "rouge2", "data.stop": "w3", "data.max_new_tokens": "5", "data.chat": "true",
+    "data.skip_incomplete": "true",
 }  # fmt: skip
 MODELS = {"target": "other", "draft": "other", "dtype": "bfloat16", "threads": "2"}
 SAMPLING = {"sampling.temperature": "0.5", "sampling.top_k": "3", "sampling.top_p": "0.9", "sampling.min_p": "0.1"}
@@ -166,7 +167,8 @@ CASES = {
         | {"input": "in2.jsonl", "method": "gbv", "relaxation": "ensemble:0.3", "draft_length": "2", "branches": "3",
            "trunk": "1", "drafting": "with_replacement", "relax_leaf": "true", "max_new_tokens": "6", "stop": "w3",
            "chat": "true", "seed": "1", "batch": "2", "unit": "2", "compile": "true"},
-        ANYWHERE | {"prompt": "is for one text", "output": PLACE},
+        ANYWHERE | {"prompt": "is for one text", "output": PLACE,
+                    "skip_bad": "the rows that are kept are in the settings"},  # fmt: skip
         PAIR | BUNDLE | {"in.jsonl": edit("w2 w3", "w3 w2")},
     ),
     "train": Case(
