@@ -95,6 +95,9 @@ def _renderer(tokenizer, template: str) -> _Renderer:
 def _serve(pipe, theirs, tokenizer) -> None:
     """Answer every conversation with [its text, ""] or ["", why there is none]."""
     theirs.close()  # so that the end of the other process ends this one
+    # A lock on a folder lasts as long as any process has its file open.
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other one answers it
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     statm = Path("/proc/self/statm")
