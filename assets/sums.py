@@ -206,10 +206,10 @@ def is_working(tokenizer) -> torch.Tensor:
 
 @dataclass
 class OracleGate:
-    """The best gate anyone could ask of this task: relax wording wholly, working not at all.
+    """The best weight function anyone could ask of this task: relax wording wholly, working not at all.
 
     A position is wording where the larger of the two rows' mass on working tokens is below
-    `threshold`. It uses the task's own labels, so it is a bound to compare learned gates with,
+    `threshold`. It uses the task's own labels, so it is a bound to compare learned heads with,
     never a method.
     """
 
@@ -222,7 +222,7 @@ class OracleGate:
         """draft, target [..., V] probabilities -> [...] the draft's weight, 1.0 on wording and 0.0
         on working.
 
-        `hidden` is ignored: every gate of the runtime is offered the models' hidden states.
+        `hidden` is ignored: every weight function is offered the models' hidden states.
         """
         size = target.shape[-1]
         mask = self.working.to(device=target.device, dtype=target.dtype)[:size]
@@ -232,7 +232,7 @@ class OracleGate:
 
 
 def oracle(tokenizer, threshold: float = 0.01) -> OracleGate:
-    """The oracle gate for a tokenizer: `oracle(tokenizer)(draft, target) -> weight`."""
+    """The oracle for a tokenizer: `oracle(tokenizer)(draft, target) -> weight`."""
     return OracleGate(is_working(tokenizer), threshold)
 
 

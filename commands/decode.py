@@ -342,7 +342,7 @@ def summary(done: list[Completion], seconds: dict[str, float]) -> str:
     stages = {name: took for name, took in seconds.items() if took} | {"total": total}
     lines = [
         f"{len(done)} texts, {tokens} tokens in {total:.2f} s, {tokens / total:,.1f} tokens/s",
-        f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the extra token counts)",
+        f"tokens per target call: {tokens / calls:.2f} ({calls} calls; the bonus token counts)",
         f"expected substitutions: {spent:.2f}, {100 * spent / tokens:.2f} per 100 tokens",
         "",
         "stage      seconds  share",

@@ -97,7 +97,7 @@ class Statement:
     unbeaten: points without training that may be as good in quality and in speed.
     verdict: better, worse or not shown; prompts_needed: that would show the least difference in
         80 % of trials, or None.
-    gates: (relaxation, quality, its speed - the line's) of every weight function given as code on
+    codes: (relaxation, quality, its speed - the line's) of every weight function given as code on
         the same prompts.
     """
 
@@ -122,7 +122,7 @@ class Statement:
     verdict: str
     prompts: int
     prompts_needed: int | None
-    gates: tuple[tuple[str, float, float], ...] = ()
+    codes: tuple[tuple[str, float, float], ...] = ()
 
     def __str__(self) -> str:
         more = ""
@@ -140,9 +140,9 @@ class Statement:
                 f", [{self.corrected_low:+.3f}, {self.corrected_high:+.3f}] corrected for"
                 f" {self.looked} learned points"
             )
-        gates = "".join(
-            f"; the gate {name} ({quality:.4f}) gains {gain:+.3f}"
-            for name, quality, gain in self.gates
+        codes = "".join(
+            f"; the weight function {name} ({quality:.4f}) gains {gain:+.3f}"
+            for name, quality, gain in self.codes
         )
         against = "to differ from" if self.verdict == "not shown" else "than"
         return (
@@ -150,7 +150,7 @@ class Statement:
             f" training and has the same quality ({self.quality:.4f}) in {self.speed}:"
             f" {self.learned:.3f} against {self.line:.3f} ({self.rival}), difference"
             f" {self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}; from"
-            f" {self.least:.3f} on it counts; {self.prompts} prompts{gates}"
+            f" {self.least:.3f} on it counts; {self.prompts} prompts{codes}"
         )
 
 
@@ -266,7 +266,7 @@ def statements(
         points = [cells[name] for name in (first, *names)]
         return {column: table(points, prompts, column) for column in COLUMNS}
 
-    gates = {
+    codes = {
         name: tables(name)
         for name in cells
         if rule_of(name).kind == "code" and cells[name].keys() >= set(prompts)
@@ -276,8 +276,8 @@ def statements(
     found = []
     for speed in SPEEDS:
         one = compare(point, speed, Texts(mine, names), looked, resamples, seed, least)
-        gains = tuple((name, *_gain(its, one)) for name, its in gates.items())
-        found.append(replace(one, gates=gains))
+        gains = tuple((name, *_gain(its, one)) for name, its in codes.items())
+        found.append(replace(one, codes=gains))
     return found
 
 

@@ -33,7 +33,7 @@ KINDS = {  # colour, line style, name
     "exact": ("#000000", "none", "exact decoding"),
     "static": ("#0072b2", "-", "static blend"),
     "learned": ("#d55e00", "-", "learned head"),
-    "code": ("#009e73", "--", "gate"),
+    "code": ("#009e73", "--", "weight function"),
     "other": ("#cc79a7", "--", "other rules"),
 }
 INK, SOFT, RULE, FAINT = "#222222", "#555555", "#666666", "#e6e6e6"
@@ -294,7 +294,7 @@ def _words(kind: str, name: str, first: bool) -> str:
     if kind == "exact":
         return said
     if kind == "code":
-        return name if "gate" in name else f"{name} gate"
+        return name
     if not first or kind == "other":
         return name
     if kind == "static":

@@ -40,7 +40,7 @@ def verdict(method: Method, tree: DraftTree, uniform: torch.Tensor) -> Verdict:
 
     The row of a chain's end is zero.
 
-    uniform: [B, 2] in [0, 1): for the stopping node and for the extra token.
+    uniform: [B, 2] in [0, 1): for the stopping node and for the bonus token.
     """
     law, nodes, extra = _STOP[method.on_chain], [], []
     coins = uniform[:, 0].tolist()

@@ -55,7 +55,7 @@ class Completion:
     text:          decoded, without special tokens, cut before the stop string.
     finished:      ended by an end token or a stop string, not by `max_new_tokens`.
     drafted:       drafted tokens that the target checked.
-    accepted:      drafted tokens that were kept; the extra token of a step is not one of them.
+    accepted:      drafted tokens that were kept; the bonus token of a step is not one of them.
     target_calls, draft_calls: calls in which this request took part; the prefill is not counted.
     drafted_by_depth, accepted_by_depth: steps that drafted to a depth, and that accepted at least
         so far.
@@ -122,7 +122,7 @@ class Completion:
 
     @property
     def tokens_per_target_call(self) -> float:
-        """New tokens per target call, the extra token counted, nothing after the end of the
+        """New tokens per target call, the bonus token counted, nothing after the end of the
         text.
         """
         return len(self.tokens) / self.target_calls if self.target_calls else 0.0

@@ -180,8 +180,8 @@ def test_statistics_add_up():
     for method in METHODS:
         for c in decode(pair, PROMPTS * 3, method=method, relaxation="ensemble:0.5", draft_length=4, max_new_tokens=23):
             extra = len(c.tokens) - c.accepted
-            assert 0 <= extra <= c.target_calls, "a step adds its accepted tokens and at most one extra token"
-            assert extra >= c.target_calls - 1, "only the last step may end before its extra token"
+            assert 0 <= extra <= c.target_calls, "a step adds its accepted tokens and at most one bonus token"
+            assert extra >= c.target_calls - 1, "only the last step may end before its bonus token"
             assert c.accepted == sum(c.accepted_by_depth) <= c.drafted
             assert all(a <= d for a, d in zip(c.accepted_by_depth, c.drafted_by_depth, strict=True))
             assert c.finished == (c.tokens[-1] == 1) and 1 not in c.tokens[:-1]

@@ -75,7 +75,7 @@ def test_every_line_of_a_file_becomes_a_line_with_its_text_and_what_it_cost(tmp_
     tokens, calls = (
         sum(values) for values in zip(*((len(r["tokens"]), r["target_calls"]) for r in results), strict=True)
     )
-    assert f"16 texts, {tokens} tokens in " in out and f"({calls} calls; the extra token counts)" in out
+    assert f"16 texts, {tokens} tokens in " in out and f"({calls} calls; the bonus token counts)" in out
     assert [line.split()[0] for line in out.splitlines()[-6:]] == [
         "prefill", "draft", "target", "verify", "commit", "total"
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_files_that_are_no_results_are_kept_and_refused(tmp_path, pair, refused)
         ("{", "line 2 of .*in.jsonl must be JSON: "),
         ("[1]", "line 2 of in.jsonl must be an object with named fields, got [1]"),
         ('{"id": 3}', "line 2 of in.jsonl: `prompt` is missing, a text"),
-        ('{"prompt": ""}', "line 2 of in.jsonl: `prompt` must not be empty; give a value or leave it out"),
+        ('{"prompt": ""}', "line 2 of in.jsonl: `prompt` must not be empty; give the text to continue"),
         ('{"prompt": "\\ud800"}', "line 2 of in.jsonl: `prompt` must be UTF-8, got other bytes"),
         (
             '{"prompt": "w2", "promt": 1}',
@@ -236,7 +236,7 @@ def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, unloaded, refu
         (["--prompt", "w2", "--drafting", ""], "`drafting` must not be empty; give a value or leave it out"),
         (["--prompt", "w2", "--stop", "\ud800"], "`stop` must be"),
         (["--prompt", "w2", "--stop", ""], "`stop` must be a list of texts, none empty, got ('',)"),
-        (["--prompt", ""], "`prompt` must not be empty; give a value or leave it out"),
+        (["--prompt", ""], "`prompt` must not be empty; give the text to continue"),
         (["--input", "nowhere.jsonl", "--output", "g"], "nowhere.jsonl: No such file or directory"),
         (["--input", "f", "--output", "g", "--seed", str(1 << 31)], "`seed` must be at most 2147483647"),
         (["--input", "f", "--output", "g", "--relaxation", "ensemble:3"], "weight must lie in [0, 1], got 3"),

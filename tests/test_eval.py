@@ -488,7 +488,7 @@ def test_every_kind_of_point_is_named_once_however_many_methods_there_are():
         for number, method in enumerate(("token", "block"))
     ]
     labels = _labels(groups, "tokens_per_call", kinds_named=True)
-    expected = ["exact decoding", "learned head", "oracle gate", "static blend, w = 0.5"]
+    expected = ["exact decoding", "learned head", "oracle", "static blend, w = 0.5"]
     assert sorted(label.words for label in labels) == expected
 
 

@@ -140,7 +140,7 @@ def test_ensemble_is_the_law_of_transformers_assistant_ensemble_weight(weight, m
     """By enumeration of all drafts of two tokens, V = 3; transformers' weight is the target's share, one minus ours.
 
     transformers draws inside; its acceptance probability is found by bisection of the coin (2^-50), the law of its
-    extra token is what it hands to multinomial. Both run in float64.
+    bonus token is what it hands to multinomial. Both run in float64.
     """
     torch.manual_seed(0)
     size, vocab = 2, 3

@@ -147,8 +147,8 @@ def test_the_verdicts_are_those_of_the_statements(tmp_path):
     oracle = [record("diversed.assets.sums:oracle", prompt, 1.0, 2) for prompt in range(6)]
     path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in oracle))
     words = " ".join("".join(Reader(written(folder)).words).split())
-    (_, quality, gain), *_ = read_runs([folder])[0].statements[0].gates
-    assert f"The gate diversed.assets.sums:oracle, of quality {quality:.3f}, gains {gain:+.3f} over the same" in words
+    (_, quality, gain), *_ = read_runs([folder])[0].statements[0].codes
+    assert f"The weight function diversed.assets.sums:oracle, of quality {quality:.3f}, gains {gain:+.3f} over the same" in words
     few = made(tmp_path / "few", "ensemble:0.9")
     assert "No learned point stands beside two or more that need no training." in written(few)
 

@@ -14,7 +14,7 @@ def test_every_law_is_exact_here(capsys):
 
 
 def off_by(distance: float) -> Method:
-    """Token verification whose extra token after a full accept is moved: the text's law is off by about `distance`."""
+    """Token verification whose bonus token after a full accept is moved: the text's law is off by about `distance`."""
 
     def law(tree):
         found = METHODS["token"].unchecked(tree)

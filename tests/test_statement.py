@@ -217,9 +217,9 @@ def test_what_a_gate_given_as_code_gains_stands_beside_what_a_head_gains():
     records = world(100, 0, weight=0.4, bonus=0.2)
     gate = [r | {"relaxation": "package.module:oracle"} for r in records if r["relaxation"] == "runs/x/bundle"]
     for one, plain in zip(every_statement(records + gate), every_statement(records), strict=True):
-        assert one.gates == (("package.module:oracle", one.quality, one.difference),) and plain.gates == ()
-        assert str(one) == f"{plain}; the gate package.module:oracle ({one.quality:.4f}) gains {one.difference:+.3f}"
-    assert not any(one.gates for one in every_statement(records + gate[1:]))
+        assert one.codes == (("package.module:oracle", one.quality, one.difference),) and plain.codes == ()
+        assert str(one) == f"{plain}; the weight function package.module:oracle ({one.quality:.4f}) gains {one.difference:+.3f}"
+    assert not any(one.codes for one in every_statement(records + gate[1:]))
 
 
 def test_a_plan_says_what_each_point_is_compared_with():

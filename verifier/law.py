@@ -34,7 +34,7 @@ class DraftTree:
 
     K paths are K chains that hang from one node: equal prefixes are not merged here, laws merge
     them. A pruned node keeps its token as a mark, because the draw happened and the law must know
-    its outcome: its mass is emitted as an extra token at its parent. To mark it absent (-1) instead
+    its outcome: its mass is emitted as an bonus token at its parent. To mark it absent (-1) instead
     would bias the text. Which nodes go may depend on any drawn token except those below the node
     itself. `validate` sets `pruned` for drafted nodes whose target row is all zeros.
     """
@@ -51,7 +51,7 @@ class Law:
     """What a verification method says about one tree.
 
     stop: [B, N] probability that the accepted path ends at each node; a row sums to 1.
-    next: [B, N, V] distribution of the one extra token, given the stop.
+    next: [B, N, V] distribution of the one bonus token, given the stop.
     """
 
     stop: Tensor
@@ -63,7 +63,7 @@ class Verdict:
     """One draw from a law.
 
     node:  [B] int64, the node where the accepted path ends.
-    token: [B] int64, the extra token that follows it.
+    token: [B] int64, the bonus token that follows it.
     """
 
     node: Tensor
@@ -92,7 +92,7 @@ def unchecked_draw(law: Law, uniform: Tensor) -> Verdict:
 
 
 def expected_length(law: Law, parents: tuple[int, ...]) -> Tensor:
-    """[B] expected number of accepted tokens, without the extra token."""
+    """[B] expected number of accepted tokens, without the bonus token."""
     return law.stop @ on_device(topology(parents).depths, law.stop.device).to(law.stop.dtype)
 
 

@@ -1,7 +1,7 @@
 """Local plans: what happens among the children of one node.
 
 A plan is given n nodes of B requests with the mass `a` that arrives at each node, and says how much
-of it goes to each drafted child (P), how much is emitted right there as the extra token (r), and
+of it goes to each drafted child (P), how much is emitted right there as the bonus token (r), and
 how much says "this node is not accepted after all" (null). It is valid when, averaged over the
 drafting law of the children,
 

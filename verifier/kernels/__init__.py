@@ -42,7 +42,7 @@ class Verified:
                    +inf logit at a present node, a target row without a finite logit, a weight
                    outside [0, 1], a token >= V. Look at it where the verdict is read anyway, so
                    that nothing else waits for the device.
-    accepted:      [B] int64 accepted tokens, without the extra token; -1 as above.
+    accepted:      [B] int64 accepted tokens, without the bonus token; -1 as above.
     substitutions: [B, N] float32, weight * TV(target, draft) at every node of the accepted path; it
                    comes at no further pass, except for `token`, which reads nodes with a weight
                    once more.

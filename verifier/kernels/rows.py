@@ -1,4 +1,4 @@
-"""What all kernels share: the passes over the vocabulary, and the draw of the extra token.
+"""What all kernels share: the passes over the vocabulary, and the draw of the bonus token.
 
 A row is cut into T tiles of TILE tokens and every tile of every row is one program: a few rows fill
 a GPU, each program has all its loads in flight at once, and the partial results (20 bytes a tile)
