@@ -206,7 +206,7 @@ def is_working(tokenizer) -> torch.Tensor:
 
 @dataclass
 class OracleGate:
-    """The best weight function anyone could ask of this task: relax wording wholly, working not at all.
+    """The best weight function for this task: relax wording wholly, working not at all.
 
     A position is wording where the larger of the two rows' mass on working tokens is below
     `threshold`. It uses the task's own labels, so it is a bound to compare learned heads with,

@@ -236,7 +236,7 @@ def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, unloaded, refu
         (["--prompt", "w2", "--drafting", ""], "`drafting` must not be empty; give a value or leave it out"),
         (["--prompt", "w2", "--stop", "\ud800"], "`stop` must be"),
         (["--prompt", "w2", "--stop", ""], "`stop` must be a list of texts, none empty, got ('',)"),
-        (["--prompt", ""], "`prompt` must not be empty; give the text to continue"),
+        (["--prompt", ""], "`prompt` must not be empty; give a value or leave it out"),
         (["--input", "nowhere.jsonl", "--output", "g"], "nowhere.jsonl: No such file or directory"),
         (["--input", "f", "--output", "g", "--seed", str(1 << 31)], "`seed` must be at most 2147483647"),
         (["--input", "f", "--output", "g", "--relaxation", "ensemble:3"], "weight must lie in [0, 1], got 3"),
