@@ -20,7 +20,7 @@ from pathlib import Path
 
 from . import __version__
 from .commands.table import COMMANDS, command
-from .errors import USER_ERRORS, sentence
+from .errors import USER_ERRORS, lacks_memory, sentence
 from .files import nearest
 
 OVERVIEW = """usage: diversed COMMAND [--config NAME_OR_PATH] [--option value ...]
@@ -60,8 +60,9 @@ def _run(args: list[str]) -> int:
         raise
     except BrokenPipeError:
         return _unread()
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, MemoryError, RuntimeError) as error:
         ours = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("diversed")
+        ours = ours or not isinstance(error, USER_ERRORS) and not lacks_memory(error)
         if ours or os.environ.get("DIVERSED_DEBUG"):
             raise
         name = f" {args[0]}" if args[0] in COMMANDS else ""

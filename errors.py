@@ -9,7 +9,15 @@ import errno
 USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 
 
+# What torch says if an allocation fails; it has no class of its own on a CPU.
+NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 LONGEST = 1200  # characters of a sentence; what is longer quotes something that is longer itself
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an allocation failed."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError) or said
 
 
 def sentence(error: BaseException) -> str:
@@ -30,4 +38,9 @@ def _whole(error: BaseException) -> str:
         )
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the operating system says'}: {error.strerror}"
+    if lacks_memory(error):
+        return (
+            "there is not enough memory; nothing finished is lost: lower `batch` or the lengths, or"
+            " take a smaller model or type"
+        )
     return " ".join(str(error).split()) or type(error).__name__

@@ -582,3 +582,16 @@ def test_a_type_is_described_in_words():
     assert described == [
         "a whole number", "text or null", "a list, each item a number", "one of a, b", "Sampling",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_too_little_memory_is_a_sentence_and_other_errors_of_ours_are_not(error, monkeypatch, capsys):
+    def fails(args):
+        raise error
+
+    monkeypatch.setattr(cli, "dispatch", fails)
+    assert cli.main(["gather"]) == 2
+    assert "there is not enough memory; nothing finished is lost" in capsys.readouterr().err
+    error = RuntimeError("a mistake of ours")
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        cli.main(["gather"])

@@ -17,7 +17,7 @@ from diversed.data.traces import read_shards
 from diversed.files import exclusive
 from diversed.train import fit, head_training
 from diversed.train.datamodule import TraceModule, TraceOptions
-from diversed.train.fit import Mean, Sum, schedule
+from diversed.train.fit import Mean, Sum, build_trainer, schedule
 from diversed.train.module import HeadModule, HeadOptions
 from diversed.train.objectives import attribution, nats_lost
 from diversed.verifier.head import WeightHead
@@ -575,3 +575,13 @@ def test_a_settings_file_gives_its_train_section_and_the_shared_seed(traces, tmp
     file.write_text("train:\n  model: {widht: 3}\n")
     with pytest.raises(ValueError, match=r"`model.widht` in section `train` of run.yaml .* did you mean `model.width`"):
         command(words)
+
+
+@pytest.mark.parametrize(
+    "options", [{"check_val_every_n_epoch": 0}, {"val_check_interval": 0}, {"val_check_interval": 0.0}, {"max_epochs": 0},
+                {"max_steps": 0}, {"limit_train_batches": 0}]
+)  # fmt: skip
+def test_a_trainer_that_would_train_nothing_is_refused(options, tmp_path):
+    with pytest.raises(ValueError, match="must be at least 1|must be above 0"):
+        build_trainer(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
