@@ -353,8 +353,8 @@ def test_a_note_is_given_once_for_many_calls(tmp_path):
         warnings.simplefilter("default")
         for _ in range(3):
             generate(pair, folder, input_ids=torch.tensor([[2]]), top_k=4)
-    (note,) = [str(note.message) for note in noted if "sampling settings" in str(note.message)]
-    assert "custom_generate" in note and "was not trained for these sampling settings: top_k is 4" in note
+    (note,) = [str(note.message) for note in noted if "was not measured" in str(note.message)]
+    assert "custom_generate" in note and "was not measured at top_k 4; it was trained at temperature" in note
 
 
 def test_a_repository_whose_bundle_is_written_anew_holds_the_new_one(tmp_path):
