@@ -290,9 +290,9 @@ DEFINITIONS = {
         "row is (1 - w) target + w draft"
     ),
     "wording_share_of_tv": (
-        "share of the summed TV(target row, draft row) at positions the oracle calls wording"
+        "share of the summed TV(target row, draft row) at positions the oracle gate calls wording"
     ),
-    "wording_share_of_positions": "share of positions the oracle calls wording",
+    "wording_share_of_positions": "share of positions the oracle gate calls wording",
     "substitutions": (
         "expected tokens a text that differ from the target's own: mean over texts of the sum of"
         " w TV"

@@ -83,12 +83,11 @@ def test_a_command_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbe
     assert series("train", tmp_path / "train", 2, random.Random(3))["kills"] == 2
 
 
-@pytest.mark.parametrize("name", ["train", "distill", "gather"])
-@pytest.mark.parametrize("how", ["TERM", "HUP", "INT"])
+@pytest.mark.parametrize(("name", "how"), [("train", "TERM"), ("gather", "INT")])
 def test_a_signal_ends_a_command_as_a_signal_does_and_says_how_to_resume(tmp_path, name, how):
     """By hand: python tests/support/kills.py FOLDER --signal TERM, and with --fresh, which meets the imports too."""
-    found = series(name, tmp_path / name, 2, random.Random(4), how)
-    assert found["kills"] == found["told"] == 2
+    found = series(name, tmp_path / name, 1, random.Random(4), how)
+    assert found["kills"] == found["told"] == 1
 
 
 def test_only_signals_that_would_end_the_process_are_answered_and_only_meanwhile():

@@ -578,7 +578,7 @@ def test_a_settings_file_gives_its_train_section_and_the_shared_seed(traces, tmp
 
 
 @pytest.mark.parametrize(
-    "options", [{"check_val_every_n_epoch": 0}, {"val_check_interval": 0}, {"val_check_interval": 0.0}, {"max_epochs": 0},
+    "options", [{"check_val_every_n_epoch": 0}, {"val_check_interval": 0}, {"val_check_interval": 0.0},
                 {"max_steps": 0}, {"limit_train_batches": 0}]
 )  # fmt: skip
 def test_a_trainer_that_would_train_nothing_is_refused(options, tmp_path):

@@ -202,7 +202,7 @@ def build_trainer(out: str | Path, *, plugins: Any = None, callbacks: Any = None
     options = {**DEFAULTS, **options}
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         within(1, **{name: options.get(name)})
-    for name in ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval"):
+    for name in ("max_steps", "limit_train_batches", "val_check_interval"):
         if options.get(name) == 0:
             raise ValueError(f"`trainer.{name}` must be above 0, got 0: nothing would be trained")
     if options["use_distributed_sampler"]:
