@@ -104,6 +104,7 @@ class Relaxer:
             believed if self.believes else None,
             self.sampling.greedy,
             self.sampling.filters,
+            self.sampling.temperature or 1.0,
         )
 
     def weight(
@@ -126,9 +127,10 @@ class Relaxer:
     @property
     def believes(self) -> bool:
         """Whether it reads what the models believe, and that is not the tree's rows."""
-        constant = self.constant is not None
-        blend = constant and (self.rule.name != "ensemble" or not self.sampling.greedy)
-        return not self.sampling.neutral and not blend
+        if self.sampling.neutral:
+            return False
+        judges = self.constant is None or self.rule.name == "ensemble" and self.sampling.greedy
+        return judges or self.rule.blend == "logits" and not self.sampling.filters
 
     def beliefs(self, draft: Tensor, target: Tensor) -> Believed | None:
         """What the models with these logits [B, N, V] believe; None unless it is read."""

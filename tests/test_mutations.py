@@ -134,8 +134,8 @@ MISTAKES = {
     "the weight is the target's share": [
         (
             "relax",
-            "return blend(target, draft, share.unsqueeze(-1).to(target.dtype))",
-            "return blend(draft, target, share.unsqueeze(-1).to(target.dtype))",
+            "    share = torch.where(drafted, share, 0)\n",
+            "    share = torch.where(drafted, 1 - share, 0)\n",
         ),
     ],
     "the lenient rule keeps what plain verification keeps": [
@@ -256,8 +256,9 @@ MISTAKES = {
         ),
         (
             "relax",
-            "return replace(tree, target=_blended(tree.target, draft, share, rule))",
-            "return replace(tree, target=_unit(_blended(tree.target, draft, share, rule) * (tree.target > 0)))",
+            "return replace(tree, target=torch.lerp(tree.target, draft, share.unsqueeze(-1)))",
+            "rows = torch.lerp(tree.target, draft, share.unsqueeze(-1))\n"
+            "    return replace(tree, target=_unit(rows * (tree.target > 0)))",
         ),
     ],
     "a token that was filtered out comes back by the draft": [

@@ -192,6 +192,7 @@ def relax(
     believed: Believed | None = None,
     greedy: bool = False,
     filtered: bool = False,
+    temperature: float = 1.0,
 ) -> DraftTree:
     """The tree with relaxed target rows.
 
@@ -202,6 +203,8 @@ def relax(
         without filters.
     greedy: the tree's rows are one-hot, at the most likely token of each model (temperature 0).
     filtered: a filter removed tokens from the tree's rows.
+    temperature: the tree's rows are softmax(logits / temperature). A blend of logits without
+        filters reads it, because such rows no longer hold their small logits.
     """
     rule = parse(relaxation) if isinstance(relaxation, str) else relaxation
     if rule.name != "learned":
@@ -210,7 +213,7 @@ def relax(
         raise ValueError("`weight` must lie in [0, 1], got others; it is the draft's share")
     if spent is not None and not ((spent >= 0) & (spent < math.inf)).all():
         raise ValueError("`spent` must be at least 0 and finite, got others")
-    return unchecked_relax(tree, rule, weight, spent, believed, greedy, filtered)
+    return unchecked_relax(tree, rule, weight, spent, believed, greedy, filtered, temperature)
 
 
 def unchecked_relax(
@@ -221,6 +224,7 @@ def unchecked_relax(
     believed: Believed | None = None,
     greedy: bool = False,
     filtered: bool = False,
+    temperature: float = 1.0,
 ) -> DraftTree:
     """`relax` for numbers that are known to be sound; it waits for no device."""
     _check_weight(tree, rule, weight)
@@ -245,14 +249,18 @@ def unchecked_relax(
         rows = _one_hot(chosen, tree.target)
         return _within_budget(tree, rows, share > 0, rule, spent)
     if rule.blend == "logits":
-        rows = _blended(tree.target, draft, share, rule)
+        weights = share.unsqueeze(-1)
         if filtered:
+            rows = geometric_rows(tree.target, draft, weights)
             rows = _unit(rows * (tree.target > 0))
+        else:
+            rows = geometric_rows(believed.target, believed.draft, weights, temperature)
+            rows = rows.to(tree.target.dtype)
         return _within_budget(tree, rows, share > 0, rule, spent)
     if rule.budget is not None:
         cost = share.double() * _distance(tree.target, draft)
         share = torch.where(_affordable(cost, tree.parents, rule.budget, spent), share, 0)
-    return replace(tree, target=_blended(tree.target, draft, share, rule))
+    return replace(tree, target=torch.lerp(tree.target, draft, share.unsqueeze(-1)))
 
 
 def _check_weight(tree: DraftTree, rule: Relaxation, weight: Tensor | None) -> None:
@@ -288,12 +296,6 @@ def _ruled(
         believed_draft=judged[1],
     )
     return rows.to(target.dtype)
-
-
-def _blended(target: Tensor, draft: Tensor, share: Tensor, rule: Relaxation) -> Tensor:
-    """The blend of rows [B, N, V] with the draft's share [B, N]."""
-    blend = geometric_rows if rule.blend == "logits" else torch.lerp
-    return blend(target, draft, share.unsqueeze(-1).to(target.dtype))
 
 
 def on_target(target: Tensor, draft: Tensor) -> Tensor:

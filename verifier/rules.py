@@ -70,10 +70,12 @@ def ensemble_token(target: Tensor, draft: Tensor, weight: float | Tensor) -> Ten
     return torch.lerp(target, draft, weight).argmax(-1)
 
 
-def geometric_rows(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """target^(1-w) draft^w, normalised; weight [..., 1]."""
+def geometric_rows(
+    target: Tensor, draft: Tensor, weight: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """(target^(1-w) draft^w)^(1/temperature), normalised; weight [..., 1]."""
     logs = torch.lerp(target.clamp_min(TINY).log(), draft.clamp_min(TINY).log(), weight)
-    return logs.softmax(-1)
+    return (logs / temperature).softmax(-1)
 
 
 def geometric_token(target: Tensor, draft: Tensor, weight: float | Tensor) -> Tensor:
