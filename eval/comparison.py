@@ -13,8 +13,9 @@ one. If the line nowhere reaches the quality, it is the speed of its point of hi
 The difference of the learned speed and that of the line is bootstrapped by prompt. All points use
 the same resampled prompts, so the learned point and the line both vary. The verdict is `better` if
 the interval lies above 0 and the difference above the least one that counts (`Least`), `worse` if
-both lie below, else `not shown`. With `not shown` stands the power: how many prompts would show a
-difference that just counts, its interval above 0, in 80 % of trials.
+both lie below, `equal` if no difference in the interval counts, else `not shown`. With `not shown`
+stands the power: how many prompts would show a difference that just counts, its interval above 0,
+in 80 % of trials.
 
 A point without training that may be as good also forbids `better`: one whose quality and whose
 speed are both not shown to be lower. Next to a corner of the line there are two ways to lie beyond
@@ -56,6 +57,7 @@ SPEEDS = {
 }
 COLUMNS = ("score", *dict.fromkeys(column for pair in SPEEDS.values() for column in pair))
 LEVEL = 0.05  # of a two-sided test
+AGAINST = {"better": "than", "worse": "than", "equal": "to", "not shown": "to differ from"}
 POWER = 0.8  # share of trials that should find a true difference
 
 
@@ -95,8 +97,8 @@ class Statement:
         interval corrected for it.
     below: share of resamples in which the learned point's quality is lower than every other one's.
     unbeaten: points without training that may be as good in quality and in speed.
-    verdict: better, worse or not shown; prompts_needed: that would show the least difference in
-        80 % of trials, or None.
+    verdict: better, worse, equal or not shown; prompts_needed: that would show the least
+        difference in 80 % of trials, or None.
     codes: (relaxation, quality, its speed - the line's) of every weight function given as code on
         the same prompts.
     """
@@ -124,6 +126,11 @@ class Statement:
     prompts_needed: int | None
     codes: tuple[tuple[str, float, float], ...] = ()
 
+    @property
+    def against(self) -> str:
+        """The word between the verdict and what it is about."""
+        return AGAINST[self.verdict]
+
     def __str__(self) -> str:
         more = ""
         if self.below > LEVEL / 2 and self.verdict != "worse":
@@ -144,10 +151,9 @@ class Statement:
             f"; the weight function {name} ({quality:.4f}) gains {gain:+.3f}"
             for name, quality, gain in self.codes
         )
-        against = "to differ from" if self.verdict == "not shown" else "than"
         return (
-            f"{self.method} {self.relaxation}{at}: {self.verdict}{more} {against} what needs no"
-            f" training and has the same quality ({self.quality:.4f}) in {self.speed}:"
+            f"{self.method} {self.relaxation}{at}: {self.verdict}{more} {self.against} what needs"
+            f" no training and has the same quality ({self.quality:.4f}) in {self.speed}:"
             f" {self.learned:.3f} against {self.line:.3f} ({self.rival}), difference"
             f" {self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{corrected}; from"
             f" {self.least:.3f} on it counts; {self.prompts} prompts{codes}"
@@ -346,6 +352,8 @@ def compare(
         verdict = "better"
     elif corrected_high < 0 and difference < -counts:
         verdict = "worse"
+    elif max(-corrected_low, corrected_high) < counts and below <= LEVEL / 2:
+        verdict = "equal"
     needed = None
     if verdict == "not shown" and below <= LEVEL / 2 and counts > 0:
         # From the lower side of the interval, which shrinks with the root of the number of prompts.

@@ -59,11 +59,11 @@ def test_the_line_joins_blends_in_the_order_of_w_and_every_other_rule_to_exact_d
     assert line_speed(quality, qualities[:, :2], speeds[:, :2], [[0], [1]]).tolist() == [5.0, 5.0, 5.0]
 
 
-def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_is_not_shown():
-    for bonus, verdict in ((0.2, "better"), (-0.2, "worse"), (0.0, "not shown")):
+def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_neither():
+    for bonus, verdict in ((0.2, "better"), (-0.2, "worse"), (0.0, "equal or not shown")):
         for statement in statements(world(200, 0, weight=0.4, bonus=bonus), "token", "runs/x/bundle", resamples=500):
-            assert statement.verdict == verdict and statement.low <= statement.difference <= statement.high
-            assert (statement.prompts_needed is None) == (verdict != "not shown")
+            assert statement.verdict in verdict and statement.low <= statement.difference <= statement.high
+            assert (statement.prompts_needed is None) == (statement.verdict != "not shown")
     calls = statements(world(200, 0, weight=0.4, bonus=0.2), "token", "runs/x/bundle", resamples=500)[0]
     assert "better than what needs no training and has the same quality" in str(calls)
     assert "(static blending)" in str(calls) and calls.least == pytest.approx(0.02 * calls.line)
@@ -75,6 +75,10 @@ def test_a_gate_that_is_all_but_closed_is_not_better_by_what_no_digit_shows():
     records = world(50, 0)
     closed = [r | {"relaxation": "runs/x/closed", "acceptance": r["acceptance"] + 1e-6} for r in records[:50]]
     for one in statements(records + closed, "token", "runs/x/closed", resamples=200):
+        assert one.verdict == "equal" and "equal to what needs no training" in str(one)
+        assert max(abs(one.corrected_low), abs(one.corrected_high)) < one.least
+    few = world(4, 0, weight=0.4)
+    for one in statements(few, "token", "runs/x/bundle", resamples=200, least=Least(1e-6, 1e-6)):
         assert one.verdict == "not shown" and one.prompts_needed >= 2
         assert "prompts would show" in str(one) and "to differ from what needs no training" in str(one)
 
@@ -114,13 +118,19 @@ def test_a_difference_that_is_sure_but_small_is_not_called_better():
     assert free.verdict == "better" and free.low > 0
     strict = statements(records, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=0.05))[0]
     assert (strict.low, strict.difference) == (free.low, free.difference) and strict.difference < strict.least
-    assert strict.verdict == "not shown" and strict.prompts_needed < 200
+    assert strict.verdict == "equal"
+    between = statements(records, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=0.03))[0]
+    assert between.low < between.least < between.high and between.verdict == "not shown"
+    assert between.prompts_needed < 400
+    equal = statements(records, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=0.2))[0]
+    assert (equal.verdict, equal.prompts_needed) == ("equal", None) and "equal to what needs no training" in str(equal)
+    assert equal.corrected_high < equal.least
     slower = world(200, 0, weight=0.4, bonus=-0.03)
     verdicts = [
         statements(slower, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=least))[0].verdict
         for least in (0, 0.2)
     ]
-    assert verdicts == ["worse", "not shown"]
+    assert verdicts == ["worse", "equal"]
     for wrong in ({"tokens_per_call": -0.1}, {"step_acceptance": math.inf}, {"step_acceptance": "0"}):
         with pytest.raises(ValueError, match="must be a number of at least 0"):
             Least(**wrong)
