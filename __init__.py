@@ -20,8 +20,8 @@ PUBLIC = {
     "Relaxation": "verifier.relax",
     "relax": "verifier.relax",
     # decoding: a pair of models, requests, their completions
-    "load_pair": "runtime.loading",
-    "make_pair": "runtime.loading",
+    "load_pair": "runtime.model",
+    "make_pair": "runtime.model",
     "Sampling": "runtime.sampling",
     "Request": "runtime.completion",
     "Completion": "runtime.completion",

@@ -21,9 +21,9 @@ from rich.progress import track
 
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
+from ..runtime.forward import Pair
 from ..runtime.lean import SWITCH
-from ..runtime.loading import make_pair
-from ..runtime.model import Pair
+from ..runtime.model import make_pair
 from ..verifier.methods import METHODS, Method
 from .workload import Workload
 

@@ -26,7 +26,7 @@ from functools import cache
 import torch
 
 from ..runtime.engine import Engine
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
 from ..runtime.sampling import Sampling
 from ..verifier.methods import METHODS
 from .timing import in_turns, row, seconds

@@ -20,8 +20,8 @@ import sys
 
 import torch
 
-from ..runtime.loading import make_pair
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
+from ..runtime.model import make_pair
 from ..runtime.sampling import Sampling
 from . import bench_decode, bench_step, bench_verify
 from .timing import record, table, write

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ..runtime.engine import Engine
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
 from ..runtime.sampling import Sampling
 from ..verifier.methods import METHODS
 from .bench_step import milliseconds

@@ -29,8 +29,8 @@ from rich.progress import track
 from ..data.tasks import load_task
 from ..runtime.completion import Completion, Request
 from ..runtime.engine import Engine
+from ..runtime.forward import Model, Pair
 from ..runtime.groups import Models
-from ..runtime.model import Model, Pair
 from ..verifier.methods import METHODS
 
 STATUS = Path("/proc/self/status")

@@ -16,7 +16,7 @@ import torch
 
 from ..runtime.completion import Request
 from ..runtime.engine import STAGES, Engine
-from ..runtime.model import Model, Pair
+from ..runtime.forward import Model, Pair
 from ..runtime.sampling import Sampling
 from .timing import in_turns, row
 from .workload import Workload

@@ -29,7 +29,7 @@ from ..data.tasks import Task
 from ..export.vllm import KEY, METHOD, chosen
 from ..files import within
 from ..runtime.groups import Models
-from ..runtime.loading import load_tokenizer, split_name
+from ..runtime.model import load_tokenizer, split_name
 from .timing import in_turns, row
 
 BATCH = 256  # texts that our loop decodes together

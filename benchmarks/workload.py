@@ -11,8 +11,8 @@ from torch import Tensor
 from ..data.tasks import DataOptions, load_task
 from ..runtime.completion import Request
 from ..runtime.drafting import DraftShape, children
+from ..runtime.forward import Model, Pair
 from ..runtime.groups import Models
-from ..runtime.model import Model, Pair
 from ..runtime.prompt import prompt_tokens
 
 MOST_PROMPT_TOKENS = 384

@@ -18,8 +18,8 @@ from ..runtime import autotune
 from ..runtime.chat import LONGEST, check_chat
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.engine import STAGES, Engine, decode, run_grouped
+from ..runtime.forward import Pair
 from ..runtime.groups import BundleModels, Tree
-from ..runtime.model import Pair
 from ..runtime.prompt import check_text, prompt_tokens
 from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling

@@ -30,7 +30,7 @@ from jsonargparse import ActionParser, ArgumentParser, get_loader
 from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
 from ..files import Folder, within, worker
-from ..runtime.loading import load_tokenizer
+from ..runtime.model import load_tokenizer
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
 from ..verifier.relax import Relaxation, parse

@@ -18,8 +18,8 @@ from pathlib import Path
 from ..data.selection import TextPrompts
 from ..fields import number, read_checked
 from ..files import exclusive, sha256, versions, within, write_whole
+from ..runtime.forward import Pair
 from ..runtime.groups import Models, Run
-from ..runtime.model import Pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 from ..selector.chooser_training import ChooserOptions, time_choice, train_chooser

@@ -17,8 +17,8 @@ import torch
 from ..files import SCORING, Progress, versions, within
 from ..runtime.bundle import head_sha256
 from ..runtime.engine import check_prompts
+from ..runtime.forward import Pair
 from ..runtime.groups import Models, SharedRun
-from ..runtime.model import Pair
 from ..runtime.relaxer import contents, load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.batch import padded, prefill
-from ..runtime.model import Output, Pair
+from ..runtime.forward import Output, Pair
 from ..runtime.relaxer import Relaxer, load_relaxer
 from ..runtime.sampling import Sampling, probabilities
 from ..verifier.law import DraftTree

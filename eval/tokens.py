@@ -20,8 +20,8 @@ from torch import Tensor
 from ..data.tasks import DataOptions, Task, load_task
 from ..files import read_settings, sha256, write_whole
 from ..runtime.bundle import head_sha256
-from ..runtime.loading import load_pair
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
+from ..runtime.model import load_pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation

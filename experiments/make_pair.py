@@ -25,8 +25,8 @@ from diversed.data.scores import exact_number
 from diversed.eval.scoring import scored_rows, total_variation
 from diversed.files import versions
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import load_pair
-from diversed.runtime.model import Pair
+from diversed.runtime.forward import Pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.relaxer import load_relaxer
 from diversed.runtime.sampling import Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

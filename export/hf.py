@@ -21,8 +21,8 @@ from ..runtime.bundle import read_card
 from ..runtime.completion import Completion, Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine
-from ..runtime.loading import make_pair
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
+from ..runtime.model import make_pair
 from ..runtime.sampling import Sampling
 from ..verifier.head import LARGEST_BIAS
 from ..verifier.relax import Relaxation

@@ -26,7 +26,7 @@ from ..files import within
 from ..runtime.completion import Request
 from ..runtime.drafting import MAX_NODES
 from ..runtime.engine import Engine, run_grouped
-from ..runtime.loading import load_pair
+from ..runtime.model import load_pair
 from ..runtime.prompt import prompt_tokens
 from ..runtime.sampling import Sampling
 

@@ -61,7 +61,7 @@ def fastest_threads(model, rows: int, tokens: int) -> int:
     """The number of threads, of 1, 2, 4, ... and torch's own number, with which a call is fastest;
     torch keeps it.
 
-    model:        a `runtime.model.Model`.
+    model:        a `runtime.forward.Model`.
     rows, tokens: of the call that is timed, a step's.
     """
     most = torch.get_num_threads()

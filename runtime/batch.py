@@ -18,7 +18,7 @@ from . import chain_twin
 from .choosers import StepContext
 from .completion import Completion, Request, Stops
 from .drafting import DraftShape
-from .model import Model, Output
+from .forward import Model, Output
 from .sampling import probabilities
 from .setup import Setup
 from .slots import Place, Side

@@ -196,7 +196,7 @@ def load_bundle(
     to be used with.
 
     folder: the bundle.
-    target, draft: the models (`runtime.model.Model`) it will judge, or None to leave that
+    target, draft: the models (`runtime.forward.Model`) it will judge, or None to leave that
         unchecked.
     sampling: the `Sampling` it will be used at, or None; another one than in training only warns.
     any_pair: accept models it was not trained for, with a warning; only heads with

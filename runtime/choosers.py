@@ -41,7 +41,7 @@ from .shape_network import (
 from .shapes import Shape, parse_shape
 
 if TYPE_CHECKING:
-    from .model import Pair
+    from .forward import Pair
     from .sampling import Sampling
 
 MOST_PATHS = 4

@@ -17,8 +17,8 @@ from ..verifier.relax import Relaxation
 from .batch import Batch
 from .completion import Completion, Request, check_stop
 from .drafting import Branches
+from .forward import Pair
 from .graphs import StaticBatch, obstacle
-from .model import Pair
 from .sampling import Sampling
 from .setup import Setup
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from ..verifier.methods import METHODS
 from .batch import Batch, Row, Said, capacity, features, not_finite
 from .drafting import ROOT, DraftShape
-from .model import Output
+from .forward import Output
 from .setup import Setup
 from .slots import Place, Side
 from .step import Outcome, Rows, Step

@@ -14,8 +14,8 @@ import torch
 from ..files import MOST_THREADS, Folder, within, worker
 from .bundle import ROLES, read_card
 from .drafting import MAX_NODES, Branches
-from .loading import load_pair
-from .model import Pair
+from .forward import Pair
+from .model import load_pair
 
 
 @dataclass(frozen=True)

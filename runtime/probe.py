@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .model import Model
+from .forward import Model
 
 LENGTHS = (9, 4)  # tokens of the two rows
 LOOK = 600  # slots between a row and its tree; more than any local window that is not in the config

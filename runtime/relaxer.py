@@ -27,7 +27,7 @@ from ..files import code_sha256
 from ..verifier.law import DraftTree
 from ..verifier.relax import Believed, Relaxation, parse, substitutions, unchecked_relax
 from .bundle import Bundle, head_sha256, load_bundle
-from .model import Pair
+from .forward import Pair
 from .sampling import Sampling, beliefs
 
 Hidden = tuple[Tensor | None, Tensor | None]  # of draft and target, [..., H_draft], [..., H_target]

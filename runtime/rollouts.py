@@ -21,7 +21,7 @@ from ..verifier.relax import Believed, on_target
 from .batch import padded, prefill, refuse_nan
 from .completion import Stops
 from .engine import check_prompts
-from .model import Pair
+from .forward import Pair
 from .relaxer import Relaxer
 from .sampling import Sampling, beliefs, probabilities
 from .uniforms import uniforms

@@ -12,7 +12,7 @@ from ..verifier import methods
 from ..verifier.relax import Relaxation
 from .choosers import Selector, make_selector
 from .drafting import MAX_NODES, ROOT, Branches, default_branches, topology
-from .model import Pair
+from .forward import Pair
 from .relaxer import load_relaxer
 from .sampling import Sampling
 

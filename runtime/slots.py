@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from .cache import PackedCache
 from .drafting import DraftShape
-from .model import Model, Output
+from .forward import Model, Output
 
 
 class Place:

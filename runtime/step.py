@@ -28,7 +28,7 @@ from ..verifier.relax import Believed
 from ..verifier.tree import on_device
 from . import chain_twin
 from .drafting import DraftShape, children
-from .model import Output
+from .forward import Output
 from .sampling import beliefs, probabilities
 from .setup import Setup
 from .slots import Layout, Place, Side

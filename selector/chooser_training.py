@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..files import SETTINGS_FORMAT, Folder, sha256, within, write_whole
 from ..runtime.choosers import LearnedSelector, StepContext
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
 from ..runtime.shape_network import (
     FILES,
     FORMAT,

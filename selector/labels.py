@@ -32,7 +32,7 @@ from ..runtime.batch import padded
 from ..runtime.cache import PackedCache
 from ..runtime.drafting import DraftShape
 from ..runtime.engine import check_prompts
-from ..runtime.model import Model, Pair
+from ..runtime.forward import Model, Pair
 from ..runtime.relaxer import Relaxer, contents, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling, beliefs, probabilities

@@ -8,8 +8,8 @@ slot changes nearly every token.
 import pytest
 import torch
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import make_pair
-from diversed.runtime.model import Model, known_positions
+from diversed.runtime.forward import Model, known_positions
+from diversed.runtime.model import make_pair
 from diversed.runtime.probe import probe
 from diversed.runtime.sampling import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM

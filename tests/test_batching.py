@@ -11,7 +11,7 @@ from diversed.runtime.batch import SLOTS, Batch
 from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine, decode
 from diversed.runtime.groups import Models
-from diversed.runtime.loading import make_pair
+from diversed.runtime.model import make_pair
 from diversed.verifier.methods import METHODS
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 

@@ -17,7 +17,7 @@ from diversed.export import bundle_writer
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.bundle import HeadCard, load_bundle
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.relaxer import load_relaxer
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead

@@ -19,7 +19,7 @@ from diversed.commands import eval as evaluation
 from diversed.eval.sweep import Sweep
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.selector.latencies import PACKAGED
 from diversed.train import distillation, head_training

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine, decode
-from diversed.runtime.loading import make_pair
+from diversed.runtime.model import make_pair
 from diversed.runtime.prompt import check_text
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.sampling import Sampling

@@ -15,8 +15,8 @@ from diversed.data.batches import held_out
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_shards
 from diversed.files import exclusive
-from diversed.runtime.loading import load_module, load_pair, load_tokenizer
-from diversed.runtime.model import Model
+from diversed.runtime.forward import Model
+from diversed.runtime.model import load_module, load_pair, load_tokenizer
 from diversed.runtime.sampling import Sampling
 from diversed.train import draft, draft_weights, fit
 from diversed.train.draft import DraftModule, Texts, collate, compare

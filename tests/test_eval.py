@@ -20,7 +20,7 @@ from diversed.eval.results_table import empty_texts, looping_texts
 from diversed.eval.scoring import score_positions
 from diversed.eval.summary import repetition, summarise
 from diversed.eval.sweep import cell_of
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(10)), *(f"w{number}" for number in range(27))]

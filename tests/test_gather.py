@@ -23,7 +23,7 @@ from diversed.data.traces import read_manifest, read_shards
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.files import sha256, worker
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.rollouts import Sampler, couple
 from diversed.runtime.sampling import Sampling, probabilities

@@ -16,7 +16,7 @@ from diversed.runtime.batch import Batch
 from diversed.runtime.completion import Request
 from diversed.runtime.engine import Engine
 from diversed.runtime.graphs import StaticBatch, StaticState, StaticStep, obstacle
-from diversed.runtime.loading import load_pair, make_pair
+from diversed.runtime.model import load_pair, make_pair
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead

@@ -15,7 +15,7 @@ from diversed.export.hf import FIELDS, _refuse
 from diversed.files import SEEDS, sha256
 from diversed.runtime.bundle import add_bias, load_bundle
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import load_pair, make_pair
+from diversed.runtime.model import load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.law import DraftTree

@@ -8,8 +8,8 @@ import pytest
 import torch
 from diversed.runtime import lean
 from diversed.runtime.engine import decode
+from diversed.runtime.forward import Model, Pair
 from diversed.runtime.lean import SWITCH, obstacle
-from diversed.runtime.model import Model, Pair
 from diversed.verifier.law import DraftTree
 from diversed.verifier.relax import parse, relax
 from torch import nn

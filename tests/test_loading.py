@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from diversed.runtime.loading import load_module, load_pair
-from diversed.runtime.model import Model
+from diversed.runtime.forward import Model
+from diversed.runtime.model import load_module, load_pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (

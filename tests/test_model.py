@@ -3,8 +3,8 @@
 import pytest
 import torch
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import load_pair, make_pair
-from diversed.runtime.model import Model
+from diversed.runtime.forward import Model
+from diversed.runtime.model import load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -21,7 +21,7 @@ from diversed.eval.results import read_results
 from diversed.eval.run_data import COMMANDS, best_point, read_runs, remember
 from diversed.eval.scoring import score_positions
 from diversed.eval.tokens import FIELDS, TOKENS, numbers_of
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.head import WeightHead
 from diversed.verifier.relax import parse

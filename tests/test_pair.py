@@ -5,7 +5,7 @@ import torch
 from diversed.assets import sums
 from diversed.data.scores import exact_number
 from diversed.runtime.engine import decode
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.verifier.methods import METHODS
 

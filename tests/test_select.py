@@ -12,7 +12,7 @@ from diversed.commands.select_trees import select
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.runtime.engine import Engine, decode
-from diversed.runtime.loading import load_pair
+from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.runtime.shape_network import ROW_SCALARS, SCALARS, card_scalars, read_selector_card
 from diversed.runtime.shapes import parse_shape

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diversed.runtime.drafting import topology
-from diversed.runtime.loading import make_pair
+from diversed.runtime.model import make_pair
 from diversed.runtime.slots import Layout, Place, Side
 
 from .support.models import module, tokenizer

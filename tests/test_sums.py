@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def pair():
-    from diversed.runtime.loading import load_pair
+    from diversed.runtime.model import load_pair
 
     return load_pair(str(PAIR / "target"), str(PAIR / "draft"), dtype="float32")
 

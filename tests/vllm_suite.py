@@ -10,7 +10,7 @@ import torch
 from diversed.commands.export import export
 from diversed.export import vllm as plugin
 from diversed.files import sha256
-from diversed.runtime.loading import make_pair
+from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling, beliefs, probabilities
 from diversed.runtime.uniforms import uniforms
 from diversed.verifier.head import WeightHead

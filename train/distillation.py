@@ -33,9 +33,9 @@ from ..data.gathering import Rollouts, Stored, gather_traces
 from ..data.selection import LongPrompts, SplitPrompts
 from ..data.traces import MANIFEST, read_manifest
 from ..files import DECIDING, exclusive, sha256, versions, within, write_whole
+from ..runtime.forward import fingerprint
 from ..runtime.groups import Models, Run, SharedRun
-from ..runtime.loading import adapter_base
-from ..runtime.model import fingerprint
+from ..runtime.model import adapter_base
 from ..runtime.sampling import Sampling
 from .draft import DraftModule, Fitting, Pace, Texts, refuse_other_output
 from .draft_weights import DraftWeights, Trained, cut_draft

@@ -28,7 +28,7 @@ from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
 from ..files import Progress, within
-from ..runtime.model import Pair
+from ..runtime.forward import Pair
 from ..runtime.sampling import Sampling, probabilities
 from .fit import Mean, Training
 

@@ -15,9 +15,9 @@ from safetensors.torch import save
 from torch import nn
 
 from ..files import within, write_whole
+from ..runtime.forward import Model
 from ..runtime.groups import Models
-from ..runtime.loading import load_module, load_tokenizer
-from ..runtime.model import Model
+from ..runtime.model import load_module, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from functools import cache
 from itertools import product
 
 import torch
-from diversed.runtime.loading import make_pair
-from diversed.runtime.model import Pair
+from diversed.runtime.forward import Pair
+from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling, probabilities
 from diversed.verifier.law import DraftTree
 from diversed.verifier.relax import Believed, relax

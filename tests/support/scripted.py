@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from diversed.runtime.loading import make_pair
-from diversed.runtime.model import Pair
+from diversed.runtime.forward import Pair
+from diversed.runtime.model import make_pair
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
