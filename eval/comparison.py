@@ -164,7 +164,6 @@ def every_statement(
     records: Sequence[dict[str, Any]],
     chosen: Sequence[str] = (),
     resamples: int = RESAMPLES,
-    seed: int = 0,
     least: Least = Least(),
 ) -> list[Statement]:
     """Both comparisons of every learned point that points without training of its method,
@@ -179,7 +178,7 @@ def every_statement(
     for point in points:
         if rule_of(point[1]).kind == "learned" and len(_rivals_beside(points, point)) > 1:
             looked = _looked_at(points, point[1], chosen)
-            found += statements(records, *point, looked, resamples, seed, least)
+            found += statements(records, *point, looked, resamples, least)
     return found
 
 
@@ -233,7 +232,6 @@ def statements(
     draft_length: int | None = None,
     looked: int = 1,
     resamples: int = RESAMPLES,
-    seed: int = 0,
     least: Least = Least(),
 ) -> list[Statement]:
     """Both comparisons of one learned point with the points without training of the same method
@@ -281,7 +279,7 @@ def statements(
     point = (method, relaxation, temperature, draft_length)
     found = []
     for speed in SPEEDS:
-        one = compare(point, speed, Texts(mine, names), looked, resamples, seed, least)
+        one = compare(point, speed, Texts(mine, names), looked, resamples, 0, least)
         gains = tuple((name, *_gain(its, one)) for name, its in codes.items())
         found.append(replace(one, codes=gains))
     return found
