@@ -30,6 +30,7 @@ from ..runtime.bundle import FILES, add_bias, head_sha256, load_bundle
 from ..runtime.groups import BundleModels, SharedRun
 from ..runtime.sampling import Sampling
 from ..runtime.shape_network import FILES as SELECTOR
+from ..verifier.methods import is_lossy
 from ..verifier.relax import Relaxation
 
 CLOSED = -1e4  # added to a logit: a weight of exactly 0 in float32
@@ -86,10 +87,10 @@ class Decoding:
     batch: int = 64
 
     def __post_init__(self):
-        if self.method == "plain":
+        if self.method == "plain" or is_lossy(self.method):
             raise ValueError(
-                "`method` plain drafts nothing, so no bias changes its texts; calibrate token or"
-                " another method"
+                f"`method` {self.method} takes no head, so no bias changes its texts; calibrate"
+                " token or another method"
             )
 
 

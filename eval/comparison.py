@@ -49,7 +49,7 @@ from typing import Any
 import numpy
 
 from .intervals import RESAMPLES, percentiles, resample
-from .results import point_of, rule_of, static_place
+from .results import exact_beside, point_of, rule_of, static_place
 
 SPEEDS = {
     "tokens per target call": ("tokens", "target_calls"),
@@ -202,11 +202,12 @@ def compared_with(points: Sequence[tuple], point: tuple, chosen: Sequence[str] =
     """What a point of a sweep is compared with, in words; a point is (method, relaxation,
     temperature, length).
     """
+    point = point[:4]
     points = list(dict.fromkeys(other[:4] for other in points))
     rivals = _rivals_beside(points, point)
-    if point[1] == "none":
+    if point == exact_beside(point):
         return "nothing, the others are compared with it"
-    exact = any(other[1] == "none" for other in rivals)
+    exact = exact_beside(point) in points
     words = ["none, paired by prompt" if exact else "nothing; add the relaxation none"]
     if rule_of(point[1]).kind == "learned":
         line = "nothing without training; add ensemble:w and other rules"

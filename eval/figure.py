@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..files import write_whole
+from ..verifier.methods import is_lossy
 from .placement import BESIDE, Label, obstacles, write_around, write_labels
 from .results import kind_of, rule_of, static_place
 
@@ -60,6 +61,8 @@ def short_name(row: Row, rows: Sequence[Row]) -> str:
     several.
     """
     rule = rule_of(row["relaxation"])
+    if is_lossy(row["method"]):
+        return row["method"]
     if rule.kind != "learned":
         return rule.label or rule.kind
     bundles = {rule_of(other["relaxation"]).folder for other in rows} - {None}

@@ -14,6 +14,7 @@ from ..runtime.engine import Engine, check_prompts
 from ..runtime.groups import Models, SharedRun
 from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
+from ..verifier.fly import WINDOW
 from ..verifier.methods import method as find_method
 from ..verifier.relax import parse
 from .comparison import Least
@@ -49,8 +50,8 @@ class Grid:
     """What is decoded and compared.
 
     Args:
-        methods: such as token or block; `plain`, the target alone, is run with relaxation none
-            only.
+        methods: such as token or block; `plain`, the target alone, and fly, which is lossy by
+            itself, are run with relaxation none only.
         relaxations: none, ensemble:0.3, another rule without training (`diversed decode --help`
             lists them), a bundle folder, package.module:NAME; after any `;bias=0.5` or `;budget=3`.
         temperatures: everything is decoded at each of these; by default at the sampling's one.
@@ -96,16 +97,28 @@ class Grid:
             within(1, draft_lengths=length)
         if bad := [seed for seed in self.seeds if not 0 <= seed < 2**31]:
             raise ValueError(f"`seeds` must lie in 0..{2**31 - 1}, got {bad[0]}")
-        found = []
-        for temperature, length, method in product(temperatures, lengths, self.methods):
-            relaxations = self.relaxations
-            if method == "plain":
-                relaxations, length = ["none"], 0
-            else:
-                find_method(method)
-            for relaxation, seed in product(relaxations, self.seeds):
-                found.append(Cell(method, relaxation, float(temperature), length, seed))
+        found: list[Cell] = []
+        for temperature, length in product(temperatures, lengths):
+            methods = [*self.methods, *self._lossy(temperature, length)]
+            found += self._cells_at(methods, float(temperature), length)
         return list(dict.fromkeys(found))
+
+    def _lossy(self, temperature: float, length: int) -> list[str]:
+        """The lossy methods that stand beside the default relaxations at temperature 0."""
+        if temperature or length < 2 or self.relaxations != Grid().relaxations:
+            return []
+        return ["fly" if length > WINDOW else f"fly:{length - 1}"]
+
+    def _cells_at(self, methods: list[str], temperature: float, length: int) -> list[Cell]:
+        found = []
+        for method in methods:
+            plain = method == "plain"
+            alone = plain or find_method(method).ahead
+            relaxations = ["none"] if alone else self.relaxations
+            drafted = 0 if plain else length
+            for relaxation, seed in product(relaxations, self.seeds):
+                found.append(Cell(method, relaxation, temperature, drafted, seed))
+        return found
 
 
 def prepare(run: SharedRun, models: Models, prompts: SplitPrompts, grid: Grid, batch: int) -> Sweep:

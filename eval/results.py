@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_settings
+from ..verifier.methods import is_lossy
 from ..verifier.relax import Relaxation, parse
 
 RESULTS = "results.jsonl"
@@ -93,7 +94,14 @@ def rule_of(relaxation: str) -> Relaxation:
 
 def kind_of(row: dict[str, Any]) -> str:
     """exact, static, learned, code or other, of a record or a row of figures."""
-    return rule_of(row["relaxation"]).kind
+    return "other" if is_lossy(row["method"]) else rule_of(row["relaxation"]).kind
+
+
+def exact_beside(point: tuple) -> tuple:
+    """The point of exact decoding that a point is compared with: a lossy method is compared with
+    token verification.
+    """
+    return "token" if is_lossy(point[0]) else point[0], "none", *point[2:]
 
 
 def static_place(relaxation: str) -> float | None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..files import read_settings
 from .figure import frontier, span
-from .results import RESULTS, SETTINGS, read_results
+from .results import RESULTS, SETTINGS, exact_beside, kind_of, point_of, read_results
 from .run_data import remember
 from .summary import summarise
 
@@ -48,7 +48,7 @@ def empty_texts(records: list[dict[str, Any]]) -> str | None:
     """A sentence if exact decoding often writes nothing, which is a matter of the prompt and of
     no relaxation.
     """
-    texts = [record.get("text") for record in records if record["relaxation"] == "none"]
+    texts = [record.get("text") for record in records if kind_of(record) == "exact"]
     empty = sum(text is not None and not text.strip() for text in texts)
     if empty <= len(texts) / 10:
         return None
@@ -60,7 +60,7 @@ def empty_texts(records: list[dict[str, Any]]) -> str | None:
 
 def looping_texts(rows: list[dict[str, Any]]) -> str | None:
     """A sentence if relaxed texts repeat themselves by LOOPING more than exact decoding's."""
-    exact = {_group(row): row["repetition"] for row in rows if row["relaxation"] == "none"}
+    exact = {_group(row): row["repetition"] for row in rows if kind_of(row) == "exact"}
     found = []
     for row in rows:
         before = exact.get(_group(row))
@@ -77,7 +77,8 @@ def looping_texts(rows: list[dict[str, Any]]) -> str | None:
 
 
 def _group(row: dict[str, Any]) -> tuple:
-    return row["method"], row["temperature"], row["draft_length"]
+    method, _, *at = exact_beside(point_of(row))
+    return method, *at
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -128,7 +129,7 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
     for name in (*(name.replace("_", "\n") for name in several), *heads, *NUMBERS):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        difference = "exact" if row["relaxation"] == "none" else "-"
+        difference = "exact" if kind_of(row) == "exact" else "-"
         if row["difference"] is not None:
             difference = _interval(row, "difference", "+")
         table.add_row(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .intervals import bootstrap, mcnemar, paired_bootstrap, same_texts
-from .results import POINT, point_of, read_results
+from .results import POINT, exact_beside, point_of, read_results
 
 Record = dict[str, Any]
 SUMMED = ("drafted", "accepted", "target_calls", "positions", "acceptance", "bias")
@@ -28,7 +28,7 @@ def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, 
 
     score, score_low, score_high:  mean and 95 % bootstrap interval over prompts (a prompt's seeds
                                    are averaged first)
-    difference, ..._low, ..._high: score minus that of relaxation none, all else equal, paired by
+    difference, ..._low, ..._high: score minus that of exact decoding, all else equal, paired by
         prompt; or None
     better, worse, mcnemar:        if scores are 0 or 1, how many prompts this point scores better
                                    and worse than relaxation none, and the p-value of
@@ -55,9 +55,9 @@ def summarise(results: str | Path | Sequence[dict[str, Any]]) -> list[dict[str, 
     for record in records:
         points.setdefault(point_of(record), []).append(record)
     rows = []
-    for (method, relaxation, *at), texts in points.items():
-        exact = points.get((method, "none", *at), [])
-        beside = _beside(texts, exact) if relaxation != "none" else {}
+    for point, texts in points.items():
+        exact = points.get(exact_beside(point), [])
+        beside = {} if point == exact_beside(point) else _beside(texts, exact)
         rows.append(_figures(texts) | dict.fromkeys(COMPARED) | beside | _rates(texts))
     return rows
 

@@ -25,7 +25,7 @@ from ..runtime.model import load_pair
 from ..runtime.relaxer import load_relaxer
 from ..runtime.sampling import Sampling
 from ..verifier.relax import Relaxation
-from .results import POINT, RESULTS, point_of, rule_of
+from .results import POINT, RESULTS, exact_beside, point_of, rule_of
 from .run_data import Run, best_point
 from .scoring import scored_rows, total_variation
 
@@ -197,7 +197,7 @@ def _shown(mine: list[dict], records: list[dict], point: dict[str, Any]) -> list
     """
     exact: dict[int, list[float]] = {}
     for record in records:
-        if point_of(record) == point_of(point | {"relaxation": "none"}):
+        if point_of(record) == exact_beside(point_of(point)):
             exact.setdefault(record["prompt"], []).append(record["score"])
     mean = {prompt: sum(scores) / len(scores) for prompt, scores in exact.items()}
     worse = [

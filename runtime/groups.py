@@ -72,7 +72,8 @@ class Tree:
 
     Args:
         method: token, block, gbv, specinfer, kseq, rrsw, traversal, greedy_tree, univer,
-            package.module:NAME, or plain (the target alone).
+            package.module:NAME, or plain (the target alone); or, lossy and for temperature 0
+            alone, fly or fly:WINDOW,ENTROPY (fly:6,0.3), which looks WINDOW tokens ahead.
         draft_length: tokens on a drafted path.
         branches: shape of the tree: a number of paths, or of children of a node (one number, or one
             for each depth); PATHSxLENGTH+TRUNK such as 3x4+2; or what chooses a shape at each step:

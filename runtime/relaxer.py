@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..files import code_sha256
 from ..verifier.law import DraftTree
+from ..verifier.methods import is_lossy
 from ..verifier.relax import Believed, Relaxation, parse, substitutions, unchecked_relax
 from .bundle import Bundle, head_sha256, load_bundle
 from .forward import Pair
@@ -222,7 +223,7 @@ def contents(rules: Iterable[Relaxation], methods: Iterable[str] = ()) -> dict[s
     rules = list(rules)
     found = {r.source: f"{head_sha256(r.folder)} {r.blend}" for r in rules if r.folder}
     code = [rule.source for rule in rules if rule.is_code]
-    code += [method for method in methods if ":" in method]
+    code += [method for method in methods if ":" in method and not is_lossy(method)]
     modules = {source: sys.modules[source.partition(":")[0]] for source in code}
     return found | {source: code_sha256(module) for source, module in modules.items()}
 

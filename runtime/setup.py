@@ -79,10 +79,28 @@ class Setup:
                 "`relax_leaf` needs leaves that are known before the tree is drawn, got branches"
                 f" {branches!r}; leave one of the two out"
             )
+        if self.method.ahead:
+            self._check_lossy(method)
         self.static: dict[tuple, Any] = {}
         self.eager: dict[tuple, Any] = {}
         self.seconds: dict[str, float] | None = None
         self.mark = 0.0
+
+    def _check_lossy(self, method: str) -> None:
+        """Refuse what a method that looks ahead cannot be run with."""
+        ahead, rule = self.method.ahead, self.relaxer.rule.name
+        why = ""
+        if not self.sampling.greedy:
+            why = f"is for temperature 0 alone, got {self.sampling.temperature:g}"
+        elif rule != "none":
+            why = f"is a relaxation itself, got {rule} beside it"
+        elif self.depth <= ahead:
+            why = (
+                f"looks {ahead} tokens ahead, got a draft of {self.depth}; raise `draft_length` to"
+                f" more than {ahead}, or give fly:WINDOW"
+            )
+        if why:
+            raise ValueError(f"method {method} {why}")
 
     def lap(self, stage: str) -> None:
         """Add the time since the last lap to a stage of `seconds`, if it is kept: a GPU then waits

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..verifier.fly import taken
 from ..verifier.kernels.cuts import cut
 from ..verifier.law import DraftTree, Verdict, unchecked_draw
 from ..verifier.relax import Believed
@@ -222,7 +223,8 @@ class Step:
         out = self.run_target(rows, drafted)
         target = None
         if self.by_rows:
-            target = probabilities(out.logits, setup.sampling)
+            lossy = setup.method.ahead > 0
+            target = beliefs(out.logits) if lossy else probabilities(out.logits, setup.sampling)
             rows.check(target[..., 0], "target")
         rows.lap("target")
         parents = self.shape.parents[: drafted.tokens.shape[1]]
@@ -237,6 +239,9 @@ class Step:
         else:
             relaxed, weight, cost = self.relax(tree, hidden, rows.spent, believed)
             verdict = self.verify(relaxed, drafted.uniform)
+            if setup.method.ahead:
+                cost = taken(tree, verdict.node)
+                weight = torch.full_like(cost, torch.nan)
         node, memory = verdict.node.clamp_min(0), ()
         if len(setup.shapes) > 1:
             memory = setup.selector.update(tree, hidden, node, self.paths)

@@ -195,7 +195,7 @@ def test_a_bundle_of_another_head_is_not_calibrated_from_texts_of_the_old_one(wo
         (0.1, ["--level", 1], "`level` must lie between 0 and 1"),
         (0.1, ["--biases", "1e5"], "`biases` must be numbers between -10000 and 10000"),
         (0.1, ["--prompts", 0], "`prompts` must be at least 1, got 0"),
-        (0.1, ["--method", "plain"], "`method` plain drafts nothing, so no bias changes its texts"),
+        (0.1, ["--method", "plain"], "`method` plain takes no head, so no bias changes its texts"),
         (0.1, ["--method", "tokn"], "tokn"),
         (0.1, ["--data.reference_field", "answer"], "has no field answer"),
         (0.1, ["--target", "nowhere"], "nowhere"),

@@ -452,8 +452,8 @@ def test_the_figure_is_drawn_with_every_kind_of_point(tmp_path, ending):
 
 def test_texts_that_are_empty_under_exact_decoding_are_told():
     """Nine of ten with words are usual, eight are not; what a relaxation leaves empty is no matter of the prompt."""
-    full = [{"relaxation": "none", "text": "words"}] * 9 + [{"relaxation": "ensemble:0.5", "text": ""}] * 9
-    empty = {"relaxation": "none", "text": " \n"}
+    full = [{"method": "token", "relaxation": "none", "text": "words"}] * 9 + [{"method": "token", "relaxation": "ensemble:0.5", "text": ""}] * 9
+    empty = {"method": "token", "relaxation": "none", "text": " \n"}
     assert empty_texts([*full, empty]) is None and empty_texts([]) is None
     assert empty_texts([*full, empty, empty]).startswith("note: 2 of 11 texts of exact decoding are empty;")
 

@@ -15,9 +15,11 @@ import torch
 from ..files import nearest
 from . import plans
 from .compose import conditional, top_down
+from .fly import ENTROPY, WINDOW, fly
 from .law import DraftTree, Law, validate
 from .multipath import greedy_multipath_block
 
+MOST_AHEAD = 1000  # tokens that fly may look ahead
 DRAFTINGS = ("chain", "paths", "with_replacement", "without_replacement", "greedy")
 
 
@@ -33,6 +35,9 @@ class Method:
                neither.
     kernel:    from logits to the verdict on a GPU, as `kernels.verify` without its first argument;
                None where a method has none.
+    ahead:     0 for a method that is exact for the rows it is given. A lossy one looks at so many
+               drafted tokens behind a mismatch. It is for chains at temperature 0 alone, and its
+               target rows are what the target believes.
     unchecked: the law without validation, which waits for no device; for loops whose rows are known
         to be sound.
     """
@@ -42,6 +47,7 @@ class Method:
     exact_for: tuple[str, ...] = ()
     on_chain: str = ""
     kernel: Callable | None = None
+    ahead: int = 0
     unchecked: Callable[[DraftTree], Law] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -65,6 +71,8 @@ class Method:
 
 def method(name: str) -> Method:
     """The method called `name`, or the one that `package.module:NAME` points to."""
+    if is_lossy(name):
+        return _fly(name)
     if ":" in name:
         return _imported(name)
     return METHODS[_known("method", name.replace("-", "_"), METHODS)]
@@ -84,6 +92,28 @@ def _imported(name: str) -> Method:
             " Method"
         )
     return found
+
+
+def is_lossy(name: str) -> bool:
+    """Whether the method of this name accepts more than its rows allow."""
+    return name.partition(":")[0] == "fly"
+
+
+def _fly(name: str) -> Method:
+    """fly[:WINDOW[,ENTROPY]]"""
+    given = name.split(":")[1:]
+    parts = given[0].split(",") if len(given) == 1 else given
+    try:
+        window = int(parts[0]) if parts else WINDOW
+        entropy = float(parts[1]) if len(parts) > 1 else ENTROPY
+    except ValueError:
+        window = entropy = -1
+    if len(parts) > 2 or len(given) > 1 or not (1 <= window <= MOST_AHEAD and 0 <= entropy < 2):
+        raise ValueError(
+            f"method {name!r} must be fly, fly:WINDOW or fly:WINDOW,ENTROPY with a whole number of"
+            f" tokens from 1 to {MOST_AHEAD} and nats from 0 to below 2, such as fly:6,0.3"
+        )
+    return Method(fly(window, entropy), "chain", ahead=window)
 
 
 def _known(what: str, name: str, names) -> str:
