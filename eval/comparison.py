@@ -98,7 +98,7 @@ class Statement:
     below: share of resamples in which the learned point's quality is lower than every other one's.
     unbeaten: points without training that may be as good in quality and in speed.
     verdict: better, worse, equal or not shown; prompts_needed: that would show the least
-        difference in 80 % of trials, or None.
+        difference in 80 % of trials, or None if there are as many.
     codes: (relaxation, quality, its speed - the line's) of every weight function given as code on
         the same prompts.
     """
@@ -358,7 +358,8 @@ def compare(
         # From the lower side of the interval, which shrinks with the root of the number of prompts.
         # The spread of all resamples would ask for fewer prompts if the interval is lopsided.
         more = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(1 - LEVEL / 2 / looked)
-        needed = max(2, math.ceil(count * ((difference - corrected_low) * more / counts) ** 2))
+        needed = math.ceil(count * ((difference - corrected_low) * more / counts) ** 2)
+        needed = needed if needed > count else None  # so many would have shown it
     return Statement(
         *point,
         speed,

@@ -63,7 +63,7 @@ def test_a_faster_point_is_better_a_slower_one_worse_and_a_static_one_neither():
     for bonus, verdict in ((0.2, "better"), (-0.2, "worse"), (0.0, "equal or not shown")):
         for statement in statements(world(200, 0, weight=0.4, bonus=bonus), "token", "runs/x/bundle", resamples=500):
             assert statement.verdict in verdict and statement.low <= statement.difference <= statement.high
-            assert (statement.prompts_needed is None) == (statement.verdict != "not shown")
+            assert statement.prompts_needed is None or statement.verdict == "not shown"
     calls = statements(world(200, 0, weight=0.4, bonus=0.2), "token", "runs/x/bundle", resamples=500)[0]
     assert "better than what needs no training and has the same quality" in str(calls)
     assert "(static blending)" in str(calls) and calls.least == pytest.approx(0.02 * calls.line)
@@ -121,7 +121,7 @@ def test_a_difference_that_is_sure_but_small_is_not_called_better():
     assert strict.verdict == "equal"
     between = statements(records, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=0.03))[0]
     assert between.low < between.least < between.high and between.verdict == "not shown"
-    assert between.prompts_needed < 400
+    assert between.prompts_needed is None, "as many prompts would have shown it"
     equal = statements(records, "token", "runs/x/bundle", resamples=500, least=Least(tokens_per_call=0.2))[0]
     assert (equal.verdict, equal.prompts_needed) == ("equal", None) and "equal to what needs no training" in str(equal)
     assert equal.corrected_high < equal.least
@@ -153,8 +153,8 @@ def test_where_a_difference_is_not_shown_the_prompts_are_told_that_show_the_leas
     """A true difference of just that much then has an interval above 0 in 80 % of trials."""
     worlds = [world(12, seed, weight=0.4, bonus=0.03) for seed in range(20)]
     found = [one for records in worlds for one in statements(records, "token", "runs/x/bundle", resamples=200)]
-    open_ones = [one for one in found if one.verdict == "not shown" and one.below <= 0.025]
-    assert len(open_ones) > 10
+    open_ones = [one for one in found if one.prompts_needed]
+    assert len(open_ones) > 10 and all(one.verdict == "not shown" and one.prompts_needed > 12 for one in open_ones)
     for one in open_ones:
         side = (one.difference - one.corrected_low) / math.sqrt(one.prompts_needed / 12)  # of the interval, then
         power = norm.cdf(norm.ppf(0.975) * (one.least / side - 1))
