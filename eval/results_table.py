@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import read_settings
+from ..verifier.methods import is_lossy
 from .figure import frontier, span
 from .results import RESULTS, SETTINGS, exact_beside, kind_of, point_of, read_results
 from .run_data import remember
@@ -149,6 +150,8 @@ def print_table(rows: list[dict[str, Any]], settings: dict[str, Any], console: C
         at=_at(rows),
         **{**settings, "metric": first["metric"], "sampling": _words(settings["sampling"])},
     )
+    if any(is_lossy(row["method"]) for row in rows):
+        notes += _LOSSY
     console.print(notes, highlight=False, markup=False)
 
 
@@ -164,6 +167,9 @@ tokens / s: texts of a batch of {batch} together, wall time of decoding with bot
 thread(s), {device}, {dtype}; the last texts of a batch run in a smaller one.
 mean weight: the draft's share over positions; mean bias: mean over positions of TV(target, relaxed target).
 subst. / text: expected tokens of a text that are not the target's own (sum of TV(target, relaxed row) as decoded)."""
+_LOSSY = """
+fly is lossy though no row is relaxed: step accept., mean weight and mean bias are those of exact decoding; compare its
+score, tokens / call and subst. / text."""
 
 
 def _at(rows: list[dict[str, Any]]) -> str:

@@ -141,6 +141,22 @@ def test_greedy_evaluations_measure_it_by_default_and_compare_it_with_exact_deco
     assert kind_of({"method": "fly:2", "relaxation": "none"}) == "other"
 
 
+def test_an_evaluation_says_that_it_is_lossy_and_how_many_tokens_it_substituted(tmp_path, capsys):
+    from diversed.cli import main
+    from diversed.eval.summary import summarise
+
+    words = "eval --task sums --prompts 4 --max_new_tokens 48 --methods token fly:1 --relaxations none --sampling.temperature 0"
+    assert main([*words.split(), "--out", str(tmp_path / "e")]) == 0
+    rows = summarise(tmp_path / "e" / "results.jsonl")
+    printed = capsys.readouterr().out
+    assert "fly is lossy though no row is relaxed" in printed
+    (line,) = (line for line in printed.splitlines() if "fly:1" in line)
+    assert "exact" not in line
+    exact, loose = rows
+    assert loose["method"] == "fly:1" and loose["substitutions"] > 0 and loose["difference"] is not None
+    assert loose["tokens_per_call"] > exact["tokens_per_call"] and exact["difference"] is None
+
+
 MISTAKES = {
     "entropy of the row behind": lambda law: law.replace("[:, :-1]\n        unsure", "[:, 1:]\n        unsure"),
     "a window one too short": lambda law: law.replace("(0, window)).unfold(1, window, 1)", "(0, window)).unfold(1, window - 1, 1)[:, :-1]"),
