@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from diversed.export.vllm import GREEDY, SAMPLED, RelaxedVerify
+from diversed.runtime.engine import decode
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.sampling import Sampling, beliefs, probabilities
 from diversed.verifier import METHODS, DraftTree
@@ -32,6 +33,7 @@ from .support.believed import (
     greedy_row,
     sampled_row,
 )
+from .support.models import tiny_pair
 
 EXACT = 1e-12  # float64 sums of a few thousand terms below 1
 
@@ -123,6 +125,24 @@ def test_a_budget_counts_the_mismatches_that_are_taken(text, budget):
     assert set(free.unique().tolist()) == {0, 1} and free.sum(-1).max() > 2
     assert torch.equal(paid.sum(-1), free.sum(-1).clamp_max(budget))
     assert torch.equal(paid, free * (free.cumsum(-1) <= budget))
+
+
+def test_a_request_never_spends_more_regret_than_its_threshold_times_its_budget():
+    """The texts of the loop, each mismatch looked up in what the target believes before it."""
+    pair, prompts = tiny_pair(11, end=False), [[2, 3], [4, 5, 6], [1, 7, 8, 9]]
+    options = {"sampling": Sampling(0), "draft_length": 4, "max_new_tokens": 30}
+    most = 0.0
+    for budget in (0, 2):
+        for prompt, text in zip(prompts, decode(pair, prompts, relaxation=f"regret:1.5;budget={budget}", **options), strict=True):
+            ids = torch.tensor([prompt + text.tokens])
+            slots = torch.arange(ids.shape[1])
+            out = pair.target(ids, slots[None], (slots <= slots[:, None])[None], pair.target.cache(len(slots)), 0)
+            logs = out.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            regret = logs.amax(-1) - logs.gather(-1, torch.tensor(text.tokens).unsqueeze(-1)).squeeze(-1)
+            regret = regret[regret > 1e-5]
+            assert len(regret) == text.substitutions <= budget and regret.sum() <= 1.5 * budget
+            most = max(most, float(regret.sum()))
+    assert most > 0
 
 
 def logits(count: int, seed: int = 0):
