@@ -27,14 +27,18 @@ from typing import Any
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
+from ..eval.results import RESULTS
 from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
 from ..files import Folder, within, worker
+from ..runtime.bundle import add_bias, sha256_of_head
 from ..runtime.model import load_tokenizer
+from ..train.record import read_trained
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
 from ..verifier.relax import Relaxation, parse
 from . import settings
+from .export import calibrated_from
 from .options import (
     add_options,
     call,
@@ -134,14 +138,16 @@ def pipeline(
             "train": lambda: _stage(stages, "train"),
             "export": lambda: _export(stages, str(folder / "train"), str(folder / "bundle")),
         }
-    work["eval"] = lambda: _stage(stages, "eval", out=out, relaxations=relaxations)
+    work["eval"] = lambda: _evaluate(stages, folder, relaxations)
     began = time.monotonic()
     for number, (stage, do) in enumerate(work.items(), 1):
         print(f"\n[{number}/{len(work)}] {stage}", flush=True)
         start = time.monotonic()
         do()
         print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
-    _publish(folder, stages["eval"]["trust_remote_code"])
+    if not _measured_before(folder):
+        add_frontier(folder / "bundle", summarise(folder / RESULTS))
+    write_page(runs=[str(folder)], trust_remote_code=stages["eval"]["trust_remote_code"])
     print(f"\ndone in {_clock(time.monotonic() - began)}")
     for name, meaning in WRITTEN.items():
         print(f"  {folder / name}  ({meaning})")
@@ -152,8 +158,17 @@ def _stage(stages: Stages, stage: str, **decided: Any) -> Any:
 
 
 def _export(stages: Stages, train: str, bundle: str, bias: float = 0.0) -> None:
-    """Write a bundle; its bias is added to the one that was asked for."""
-    _stage(stages, "export", train=train, out=bundle, bias=stages["export"]["bias"] + bias)
+    """Write a bundle; its bias is added to the one that was asked for. One that was calibrated
+    since stays as it is.
+    """
+    bias += stages["export"]["bias"]
+    if calibrated := calibrated_from(bundle):
+        _, head = read_trained(train)
+        add_bias(head, bias)
+        if calibrated["head_sha256"] == sha256_of_head(head):
+            print(f"bundle {bundle} was calibrated and stays as it is (bias {calibrated['bias']})")
+            return
+    _stage(stages, "export", train=train, out=bundle, bias=bias)
 
 
 def _rounds(
@@ -179,12 +194,19 @@ def _rounds(
     _export(stages, str(train), str(folder / "bundle"), bias)
 
 
-def _publish(folder: Path, trust_remote_code: bool) -> None:
-    """The measured figures go on the bundle's card and, with all else that was measured, on a
-    page.
-    """
-    add_frontier(folder / "bundle", summarise(folder / "results.jsonl"))
-    write_page(runs=[str(folder)], trust_remote_code=trust_remote_code)
+def _evaluate(stages: Stages, folder: Path, relaxations: list[str]) -> None:
+    if _measured_before(folder):
+        print(
+            f"{folder / RESULTS} is of the bundle before it was calibrated and stays; measure it as"
+            f" it is now with: diversed eval --relaxations none {folder / 'bundle'} --out OTHER"
+        )
+    else:
+        _stage(stages, "eval", out=str(folder), relaxations=relaxations)
+
+
+def _measured_before(folder: Path) -> bool:
+    """Whether the results in the folder are of the bundle as it was before its calibration."""
+    return bool(calibrated_from(folder / "bundle")) and (folder / RESULTS).is_file()
 
 
 def _parser() -> ArgumentParser:

@@ -15,6 +15,7 @@ compared with the card before any tensor is read. `export.bundle_writer` writes 
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -263,10 +264,18 @@ def read_head(
 
 def write_head(folder: Path, head: WeightHead) -> Path:
     """Write the head's tensors; equal heads make equal bytes."""
-    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
     # Not save_file: it hides a full disk in an error of its own and makes files that only their
     # owner can read.
-    return write_whole(folder / HEAD, save(tensors))
+    return write_whole(folder / HEAD, _head_bytes(head))
+
+
+def _head_bytes(head: WeightHead) -> bytes:
+    return save({name: tensor.contiguous() for name, tensor in head.state_dict().items()})
+
+
+def sha256_of_head(head: WeightHead) -> str:
+    """The checksum of the file that `write_head` makes of a head on the CPU in float32."""
+    return hashlib.sha256(_head_bytes(head)).hexdigest()
 
 
 def head_sha256(folder: Path | None) -> str | None:

@@ -71,6 +71,47 @@ def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, m
     assert cli.main(words) == 0
     assert {name: (out / name).read_bytes() for name in files} == first
 
+    limit = ["--max_quality_drop", "0.9", "--prompts", "4", "--max_new_tokens", "8", "--biases", "0"]
+    assert cli.main(["calibrate", "--bundle", str(out / "bundle"), *limit]) in (0, 1)
+    calibrated = {path: path.read_bytes() for path in sorted((out / "bundle").iterdir())}
+    capfd.readouterr()
+    assert cli.main(words) == 0
+    printed = capfd.readouterr().out
+    assert "was calibrated and stays as it is" in printed and "is of the bundle before it was calibrated" in printed
+    assert {path: path.read_bytes() for path in sorted((out / "bundle").iterdir())} == calibrated
+    assert (out / "results.jsonl").read_bytes() == first["results.jsonl"]
+    assert cli.main(["export", "--train", str(out / "train"), "--out", str(out / "bundle")]) == 2
+    assert "was calibrated; exporting to it would lose its bias and the evidence" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in sorted((out / "bundle").iterdir())} == calibrated
+    assert cli.main(["export", "--train", str(out / "train"), "--out", str(out / "bundle"), "--overwrite"]) == 0
+    assert load_bundle(out / "bundle").card.calibration is None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda settings: settings["target"].update(hash="0"), "was measured with the target"),
+        (lambda settings: settings["draft"].update(hash="0"), "was measured with the draft"),
+        (lambda settings: settings.update(heads={"other": "0"}), "holds figures of other heads (other), none of this one"),
+        (None, "eval.json, which says what"),
+    ],
+)
+def test_figures_of_others_do_not_reach_a_card(quick, tmp_path, capfd, change, sentence):
+    out = tmp_path / "story"
+    assert cli.main(["run", "--config", str(quick), "--out", str(out)]) == 0
+    words = ["export", "--train", str(out / "train"), "--out", str(tmp_path / "new"), "--results", str(out / "results.jsonl")]
+    assert cli.main(words) == cli.main([*words, "--bias", "-1"]) == 0
+    assert load_bundle(tmp_path / "new").card.frontier
+    if change:
+        settings = json.loads((out / "eval.json").read_text())
+        change(settings)
+        (out / "eval.json").write_text(json.dumps(settings))
+    else:
+        (out / "eval.json").unlink()
+    before = {path: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert cli.main(words) == 2 and sentence in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
+
 
 def test_rounds_gather_with_the_head_so_far_and_the_last_head_becomes_the_bundle(quick, tmp_path):
     out = tmp_path / "rounds"
