@@ -27,7 +27,7 @@ from ..export.bundle_writer import write_bundle
 from ..export.card import with_calibration
 from ..files import exclusive, write_whole
 from ..runtime.bundle import FILES, add_bias, head_sha256, load_bundle
-from ..runtime.groups import BundleModels, SharedRun
+from ..runtime.groups import BundleModels, SharedRun, check_filters
 from ..runtime.sampling import Sampling
 from ..runtime.shape_network import FILES as SELECTOR
 from ..verifier.methods import is_lossy
@@ -87,6 +87,7 @@ class Decoding:
     batch: int = 64
 
     def __post_init__(self):
+        check_filters(self.sampling)
         if self.method == "plain" or is_lossy(self.method):
             raise ValueError(
                 f"`method` {self.method} takes no head, so no bias changes its texts; calibrate"

@@ -19,7 +19,7 @@ from ..runtime.chat import LONGEST, check_chat
 from ..runtime.completion import Completion, Request, Stream, check_stop
 from ..runtime.engine import STAGES, Engine, decode, run_grouped
 from ..runtime.forward import Pair
-from ..runtime.groups import BundleModels, Tree
+from ..runtime.groups import BundleModels, Tree, check_filters
 from ..runtime.prompt import check_text, prompt_tokens
 from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
@@ -141,6 +141,7 @@ def decode_command(
         raise ValueError(
             "`diversed decode` needs --prompt, or --input and --output for a file of prompts"
         )
+    check_filters(sampling)
     if one:
         tree.check_alone(relaxation)
         given = [name for name, value in vars(file).items() if value != getattr(PromptFile, name)]

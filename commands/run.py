@@ -33,6 +33,7 @@ from ..export.bundle_writer import add_frontier
 from ..files import Folder, within, worker
 from ..runtime.bundle import add_bias, sha256_of_head
 from ..runtime.model import load_tokenizer
+from ..train.fit import build_trainer, quiet, sentences
 from ..train.record import read_trained
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
@@ -267,7 +268,10 @@ def _refuse_bad(
             "`out` must have no `;` in it, as the trained head is called by this folder's name,"
             f" got {out}"
         )
+    train["model"].check()
     _refuse_several_processes(vars(train["trainer"]))
+    with quiet(), sentences():
+        build_trainer(out, **vars(train["trainer"]))
     within(1, rounds=rounds)
     if not 0 <= max_drop < float("inf"):
         raise ValueError(

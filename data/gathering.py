@@ -18,7 +18,7 @@ from ..files import SCORING, Progress, versions, within
 from ..runtime.bundle import head_sha256
 from ..runtime.engine import check_prompts
 from ..runtime.forward import Pair
-from ..runtime.groups import Models, SharedRun
+from ..runtime.groups import Models, SharedRun, check_filters
 from ..runtime.relaxer import contents, load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
@@ -56,6 +56,12 @@ class Rollouts:
     def __post_init__(self):
         within(1, MOST_SAMPLES, samples=self.samples)
         within(0, MOST_SAMPLES - self.samples, first_sample=self.first_sample)
+        check_filters(self.sampling)
+        if self.sampling.greedy and self.samples > 1 and parse(self.relaxation).name != "coin":
+            raise ValueError(
+                f"the {self.samples} `samples` of a prompt would be the same text at temperature 0,"
+                " where nothing is drawn; give --samples 1, or a relaxation coin:0.3, which draws"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ..data.selection import SplitPrompts
 from ..files import SCORING, versions, within
 from ..runtime.bundle import head_sha256
 from ..runtime.engine import Engine, check_prompts
-from ..runtime.groups import Models, SharedRun
+from ..runtime.groups import Models, SharedRun, check_filters
 from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
 from ..verifier.fly import WINDOW
@@ -89,6 +89,12 @@ class Grid:
         for name, values in lists.items():
             if not values:
                 raise ValueError(f"`{name}` is empty; name at least one")
+        check_filters(self.sampling, temperatures)
+        if len(self.seeds) > 1 and not any(temperatures):
+            raise ValueError(
+                "several `seeds` would give the same texts at temperature 0, which draws nothing;"
+                " give one"
+            )
         for relaxation in self.relaxations:
             parse(relaxation)
         for temperature in temperatures:

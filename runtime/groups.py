@@ -6,6 +6,7 @@ line without a prefix. Defaults of one command are those of the instance in its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ..files import MOST_THREADS, Folder, within, worker
 from .bundle import ROLES, read_card
 from .drafting import MAX_NODES, Branches
 from .forward import Pair
-from .model import load_pair
+from .model import check_dtype, load_pair
+from .sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Models:
     dtype: str = "auto"
     device: str = "cpu"
     trust_remote_code: bool = False
+
+    def __post_init__(self):
+        check_dtype(self.dtype)
 
     def load(self) -> Pair:
         """Both models."""
@@ -114,6 +119,21 @@ class Tree:
         if idle:
             names = ", ".join(f"`{name}`" for name in sorted(idle))
             raise ValueError(f"{names} would change nothing beside {why}; leave it out")
+
+
+def check_filters(sampling: Sampling, temperatures: Sequence[float] = ()) -> None:
+    """Refuse filters that no text can feel, since all are decoded at temperature 0.
+
+    temperatures: of the texts; by default that of `sampling`.
+    """
+    idle = sampling != Sampling(sampling.temperature)
+    if idle and not any(temperatures or [sampling.temperature]):
+        names = [n for n, v in vars(sampling).items() if v != getattr(Sampling, n)]
+        names = [f"`sampling.{name}`" for name in names if name != "temperature"]
+        raise ValueError(
+            f"{', '.join(names)} would change nothing at temperature 0, where the most likely token"
+            " is taken; leave it out"
+        )
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,19 @@ def load_pair(
         device: where both run, e.g. cpu, cuda, cuda:1; `auto` spreads them with device_map.
         trust_remote_code: run model code that comes with the checkpoint.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     tokenizers = [load_tokenizer(name, trust_remote_code) for name in (target, draft)]
     _same_tokenizer(*tokenizers, target, draft)
     modules = [load_module(name, dtype, device, trust_remote_code) for name in (target, draft)]
     if dtype == "auto" and device == "cpu":
         modules = [suited(module) for module in modules]
     return make_pair(*modules, tokenizers[0], names=(target, draft))
+
+
+def check_dtype(dtype: str) -> None:
+    """ValueError for a type that no model is loaded in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def quiet() -> None:
@@ -158,7 +163,8 @@ def load_module(
             **keywords,
         )
     try:
-        torch.empty(0, device=device)  # before gigabytes are fetched for it
+        if torch.empty(0, device=device).is_meta:  # before gigabytes are fetched for it
+            raise RuntimeError("it holds no numbers")
         module = _loaded(
             name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords
         )

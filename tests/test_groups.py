@@ -1,6 +1,7 @@
 """Groups of options: what they load, what they refuse."""
 
 import pytest
+from diversed import cli
 from diversed.commands.calibrate import Limit
 from diversed.data.selection import BundlePrompts, LongPrompts, Prompts, SplitPrompts, TextPrompts
 from diversed.eval.grid import Grid, prepare
@@ -55,3 +56,31 @@ def test_a_sweep_is_prepared_from_its_groups(tmp_path):
 def test_a_bad_number_gets_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("decode --prompt 1 --sampling.temperature 0 --sampling.top_p 0.9", "`sampling.top_p` would change nothing at temperature 0"),
+        ("eval --out o --sampling.temperature 0 --sampling.top_k 5", "`sampling.top_k` would change nothing at temperature 0"),
+        ("eval --out o --temperatures 0 0 --sampling.min_p 0.1", "`sampling.min_p` would change nothing at temperature 0"),
+        ("eval --out o --sampling.temperature 0 --seeds 0 1", "several `seeds` would give the same texts at temperature 0"),
+        ("calibrate --bundle b --max_quality_drop 0.1 --sampling.temperature 0 --sampling.top_p 0.5", "`sampling.top_p` would change"),
+        ("gather --out o --sampling.temperature 0 --sampling.top_p 0.5 --samples 1", "`sampling.top_p` would change nothing"),
+        ("gather --out o --sampling.temperature 0 --samples 2 --relaxation none", "the 2 `samples` of a prompt would be the same text"),
+        ("distill --out o --sampling.temperature 0 --samples 2", "the 2 `samples` of a prompt would be the same text"),
+        ("train --data.traces t --out o --model.objective attribution --model.ratio_clip 0.3", "`ratio_clip` is of the objective reinforce"),
+        ("train --data.traces t --out o --model.bound 3", "`bound` is of the objective bounded, reinforce does not read it"),
+        ("run --config quickstart --out o --sampling.temperature 0 --eval.sampling.top_p 0.5", "`samples` of a prompt would be the same"),
+        ("run --config quickstart --out o --train.model.bound 3", "`bound` is of the objective bounded, attribution does not read it"),
+        ("run --config quickstart --out o --eval.dtype float8", "`dtype` must be one of auto, float32, bfloat16, float16, got 'float8'"),
+        ("run --config quickstart --out o --train.trainer.val_check_interval 0", "`trainer.val_check_interval` must be above 0"),
+        ("run --config quickstart --out o --train.trainer.precision 7", "precision"),
+        ("decode --prompt 1 --device meta", "`device` 'meta' cannot be used on this machine: it holds no numbers"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_or_fails_in_a_late_stage_is_refused_at_once(words, sentence, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words.split()) == 2
+    assert sentence in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

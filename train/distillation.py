@@ -34,7 +34,7 @@ from ..data.selection import LongPrompts, SplitPrompts
 from ..data.traces import MANIFEST, read_manifest
 from ..files import DECIDING, exclusive, sha256, versions, within, write_whole
 from ..runtime.forward import fingerprint
-from ..runtime.groups import Models, Run, SharedRun
+from ..runtime.groups import Models, Run, SharedRun, check_filters
 from ..runtime.model import adapter_base
 from ..runtime.sampling import Sampling
 from .draft import DraftModule, Fitting, Pace, Texts, refuse_other_output
@@ -65,6 +65,12 @@ class Material:
 
     def __post_init__(self):
         within(1, samples=self.samples)
+        check_filters(self.sampling)
+        if self.sampling.greedy and self.samples > 1:
+            raise ValueError(
+                f"the {self.samples} `samples` of a prompt would be the same text at temperature 0,"
+                " where nothing is drawn; give --samples 1"
+            )
 
 
 def distill_draft(

@@ -71,6 +71,7 @@ def train(
     seed:    decides held-out prompts, order of texts and the start of a head with a hidden layer.
     threads: CPU threads; the same number gives the same head.
     """
+    model.check()
     with quiet(), sentences():
         texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits")
         seed_everything(seed, verbose=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -68,6 +68,15 @@ class HeadOptions(*own_options()):
                 f"`objective` {self.objective} is for `blend` probabilities; train logits by"
                 " reinforce"
             )
+        own = OBJECTIVES[self.objective].Options
+        for name, objective in OBJECTIVES.items():
+            for option in fields(objective.Options) if objective.Options else ():
+                idle = not own or not hasattr(own, option.name)
+                if idle and getattr(self, option.name) != option.default:
+                    raise ValueError(
+                        f"`{option.name}` is of the objective {name}, {self.objective} does not"
+                        " read it; leave it out"
+                    )
 
     @property
     def needs_hidden(self) -> bool:
