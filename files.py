@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ FEW = 16
 MOST_THREADS = 1024
 # A request's seed is an int64.
 SEEDS = -(1 << 63), (1 << 63) - 1
+SEAL = "crc32"  # the field of a line that holds its checksum
 OWN = {".lock", ".turn"}  # what a folder holds besides results
 LAUNCHERS = (("WORLD_SIZE", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
 EVERY = 20.0  # seconds between two lines of progress if there is no terminal
@@ -105,6 +107,30 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged (it holds no object); {remedy}")
     return values
+
+
+def sealed(record: dict[str, Any]) -> str:
+    """A line of JSON that ends with the CRC-32 of all before it, so that `unsealed` notices a
+    changed letter.
+    """
+    text = json.dumps(record)
+    return f'{text[:-1]}, "{SEAL}": {zlib.crc32(text.encode())}}}\n'
+
+
+def unsealed(line: str | bytes) -> dict[str, Any]:
+    """The object on a line, without its checksum; empty if there is none, or if it was changed. A
+    line without a checksum is of an older version.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    stated = found.pop(SEAL, None)
+    if stated is not None and stated != zlib.crc32(json.dumps(found).encode()):
+        return {}
+    return found
 
 
 def read_settings(path: Path, option: str = "--out") -> dict[str, Any]:

@@ -11,7 +11,6 @@ floating point repeats, and the file ends with the bytes of a run in one go.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import TEXT, Field, fault, list_of, optional, unknown, whole
-from ..files import SEEDS, Folder, cut_units, open_own, within
+from ..files import SEEDS, Folder, cut_units, open_own, sealed, unsealed, within
 from ..runtime.bundle import read_card
 from ..runtime.chat import CONVERSATION, Turns
 from ..runtime.completion import Completion
@@ -183,7 +182,7 @@ class Results:
         end a text.
         """
         results = [_result(self.lines[i], completion, eos) for i, completion in completions.items()]
-        lines = "".join(json.dumps(result) + "\n" for result in results).encode()
+        lines = "".join(sealed(result) for result in results).encode()
         with os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file:
             if file.tell() != self.size:
                 raise ValueError(
@@ -222,7 +221,4 @@ def _result(line: Line, completion: Completion, eos: tuple[int, ...]) -> dict[st
 
 
 def _id(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)["id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    return unsealed(raw).get("id")

@@ -6,11 +6,10 @@ seed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ..files import read_settings
+from ..files import read_settings, unsealed
 from ..verifier.methods import is_lossy
 from ..verifier.relax import Relaxation, parse
 
@@ -57,29 +56,19 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     records = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], start=1):
-        record = _object(line)
+        record = unsealed(line)
         if "method" in record:
             plain = record["method"] == "plain"
             record.setdefault("temperature", temperature)
             record.setdefault("draft_length", 0 if plain else older.get("draft_length"))
         bad = [name for name, kind in FIELDS.items() if not isinstance(record.get(name, ...), kind)]
         if bad:
-            what = ", ".join(bad) if record else "everything"
-            raise ValueError(
-                f"{path}, line {number} is no result: {what} is missing or no figure; delete that"
-                " line"
-            )
+            what = f"{', '.join(bad)} is missing or no figure"
+            if not record:
+                what = "it is damaged, or was changed after it was written"
+            raise ValueError(f"{path}, line {number} is no result: {what}; delete that line")
         records.append(record)
     return records
-
-
-def _object(line: str) -> dict[str, Any]:
-    """The object on a line, empty if there is none."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def point_of(record: dict[str, Any]) -> tuple[str, str, float | None, int | None]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.tasks import Task
-from ..files import SETTINGS_FORMAT, Folder, Progress, cut_units, open_own, write_whole
+from ..files import SETTINGS_FORMAT, Folder, Progress, cut_units, open_own, sealed, write_whole
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
 from .results import RESULTS, SETTINGS, read_results
@@ -149,7 +149,7 @@ class Sweep:
                 if units:
                     self._warm(cell, units[0])
                 for unit in units:
-                    lines = [json.dumps(record) + "\n" for record in self.records(cell, unit)]
+                    lines = [sealed(record) for record in self.records(cell, unit)]
                     with os.fdopen(open_own(self.file, os.O_WRONLY | os.O_APPEND), "ab") as file:
                         file.write("".join(lines).encode())
                     progress.add(len(unit), what=f"{_words(cell)}, texts")
@@ -176,7 +176,7 @@ class Sweep:
             whole = self._whole(records)
             for record in records:
                 if self._key(record) in whole:
-                    line = json.dumps(record) + "\n"
+                    line = sealed(record)
                     found.setdefault(cell_of(record), {})[record["prompt"]] = line
             if path == self.results:
                 before = list(map(cell_of, records))
@@ -228,7 +228,7 @@ class Sweep:
         records = read_results(self.file)
         whole = self._whole(records)
         kept = [record for record in records if self._key(record) in whole]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
+        text = "".join(sealed(record) for record in kept)
         if text != self.file.read_text(encoding="utf-8"):
             write_whole(self.file, text)
 

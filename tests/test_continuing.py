@@ -55,8 +55,8 @@ TRAINER = {
     "sync_batchnorm": "true", "reload_dataloaders_every_n_epochs": "1",
 }  # fmt: skip
 HEAD = {
-    "features": "hidden", "width": "3", "lr": "0.1", "warmup_steps": "3", "weight_decay": "0.5", "lambda_": "0.5",
-    "ratio_clip": "3", "acceptance": "sum", "objective": "bounded", "blend": "logits --model.objective reinforce", "bound": "0.5",
+    "features": "hidden", "width": "3", "lr": "0.1", "warmup_steps": "3", "weight_decay": "0.5", "lambda_": "0.5 --model.objective reinforce",
+    "ratio_clip": "3 --model.objective reinforce", "acceptance": "sum --model.objective reinforce", "objective": "bounded", "blend": "logits --model.objective reinforce", "bound": "0.5 --model.objective bounded",
     "start": "trained", "patience": "2",
 }  # fmt: skip
 COMMON = "--target target --draft draft --task jsonl --data.path data.jsonl --data.whole --data.prompt_field question"
@@ -228,7 +228,7 @@ CASES = {
         {"rounds": "2", "max_drop": "0.5", "export.draft_length": "4", "export.bias": "1", "export.any_pair": "true",
          "export.format": "hf", "export.selector": "bundle", "gather.seed": "1", "train.model.lr": "0.1", "seed": "1",
          "data.template": "Q: {prompt}"},
-        {"out": PLACE, "biases": CELL},
+        {"out": PLACE, "biases": CELL, "export.overwrite": "says what may be replaced, not what is written"},
         ROWS | PAIR,
     ),
 }  # fmt: skip

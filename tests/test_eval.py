@@ -20,6 +20,7 @@ from diversed.eval.results_table import empty_texts, looping_texts
 from diversed.eval.scoring import score_positions
 from diversed.eval.summary import repetition, summarise
 from diversed.eval.sweep import cell_of
+from diversed.files import unsealed
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
 
@@ -282,9 +283,9 @@ def test_exact_decoding_is_what_a_point_of_its_temperature_and_draft_length_is_c
 
 
 def unmeasured(path):
-    """The bytes of a file of results, its measured seconds set to 0."""
+    """The bytes of a file of results, its measured seconds and the checksum over them set to 0."""
     lines = path.read_text().splitlines()
-    return "".join(json.dumps(json.loads(line) | {"seconds": 0}) + "\n" for line in lines)
+    return "".join(json.dumps(json.loads(line) | {"seconds": 0, "crc32": 0}) + "\n" for line in lines)
 
 
 def test_processes_that_share_a_sweep_end_with_the_bytes_of_one(finished, options, tmp_path, capsys):
@@ -318,7 +319,7 @@ def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, op
 
 
 def test_lines_of_an_older_version_have_the_settings_temperature_and_draft_length(finished, options, tmp_path):
-    lines = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    lines = [unsealed(line) for line in (finished / "results.jsonl").read_text().splitlines()]
     older = [{k: v for k, v in line.items() if k not in ("temperature", "draft_length")} for line in lines]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
     unknown = read_results(tmp_path / "results.jsonl")

@@ -22,7 +22,7 @@ from diversed.fields import (
     unknown,
     whole,
 )
-from diversed.files import Folder, Progress, cut_units, exclusive, write_whole
+from diversed.files import Folder, Progress, cut_units, exclusive, sealed, unsealed, write_whole
 
 FORMAT = {"settings_format": 2}
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0, "top_k": 0}, "methods": ["token"]}
@@ -293,3 +293,22 @@ def test_an_unknown_field_is_answered_with_the_nearest():
     assert unknown({"name": 1, "siez": 2}, FIELDS) == "`siez` is not a field; did you mean `size`?"
     assert unknown(GOOD, FIELDS) == ""
     assert fault([1], FIELDS) == "it must be an object, got [1]" and fault({}, FIELDS) == "`name` is missing, a text"
+
+
+def test_a_line_that_was_changed_after_it_was_written_is_noticed_wherever():
+    """Every bit of a line; only the name of the checksum's field itself may change, which harms nothing."""
+    record = {"text": "12 eggs, \N{EURO SIGN}", "tokens": [1, 2, 30], "score": 0.1, "weight": None, "none": float("inf")}
+    line = sealed(record)
+    assert unsealed(line) == record == unsealed(json.dumps(record)) and line.endswith("}\n")
+    raw, noticed = line.encode(), 0
+    for place in range(len(raw) - 1):
+        for bit in range(8):
+            changed = bytearray(raw)
+            changed[place] ^= 1 << bit
+            found = unsealed(changed.decode("utf-8", errors="replace"))
+            if found:
+                assert {name: found.get(name) for name in record} == record
+                assert set(found) - set(record) or found == record
+            noticed += not found
+    assert noticed > 0.9 * 8 * len(raw)
+    assert unsealed(b"") == unsealed("[1]") == unsealed("[" * 100_000) == {}

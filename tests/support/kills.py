@@ -77,7 +77,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def _bare(path: Path) -> bytes:
     if path.name == "results.jsonl":
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        return json.dumps([{k: v for k, v in record.items() if k != "seconds"} for record in records]).encode()
+        return json.dumps([{k: v for k, v in record.items() if k not in ("seconds", "crc32")} for record in records]).encode()
     if path.name == "card.json":
         return json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "frontier"}).encode()
     return path.read_bytes() if path.suffix != ".md" else b""  # a bundle's README tells its tokens per second
