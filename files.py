@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -95,31 +96,55 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{path} must be a file, it is {kind}; write a file and name that")
 
 
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ValueError if it names a field twice, as nobody can know which value is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the field {twice} stands there twice")
+    return found
+
+
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in `path`; ValueError if it holds something else.
 
     remedy: what the user can do about a damaged file, the end of the sentence.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged (it holds no object); {remedy}")
+    stated = values.pop(SEAL, None)
+    if stated is not None and stated != zlib.crc32(json.dumps(values).encode()):
+        warnings.warn(
+            f"{path} was changed after it was written (its checksum is not that of its contents);"
+            " what it says may be wrong",
+            stacklevel=2,
+        )
     return values
 
 
-def sealed(record: dict[str, Any]) -> str:
+def write_object(path: Path, values: dict[str, Any]) -> Path:
+    """Write a JSON object with the CRC-32 of its contents, which `read_object` looks at."""
+    seal = zlib.crc32(json.dumps(values).encode())
+    return write_whole(path, json.dumps(values | {SEAL: seal}, indent=2) + "\n")
+
+
+def sealed(record: dict[str, Any], run: str = "") -> str:
     """A line of JSON that ends with the CRC-32 of all before it, so that `unsealed` notices a
-    changed letter.
+    changed letter, and a line of another run.
     """
     text = json.dumps(record)
-    return f'{text[:-1]}, "{SEAL}": {zlib.crc32(text.encode())}}}\n'
+    return f'{text[:-1]}, "{SEAL}": {zlib.crc32((run + text).encode())}}}\n'
 
 
-def unsealed(line: str | bytes) -> dict[str, Any]:
-    """The object on a line, without its checksum; empty if there is none, or if it was changed. A
-    line without a checksum is of an older version.
+def unsealed(line: str | bytes, run: str = "") -> dict[str, Any]:
+    """The object on a line, without its checksum; empty if there is none, if it was changed, or if
+    it is of another run. A line without a checksum is of an older version.
     """
     try:
         found = json.loads(line)
@@ -128,7 +153,7 @@ def unsealed(line: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         return {}
     stated = found.pop(SEAL, None)
-    if stated is not None and stated != zlib.crc32(json.dumps(found).encode()):
+    if stated is not None and stated != zlib.crc32((run + json.dumps(found)).encode()):
         return {}
     return found
 
@@ -273,7 +298,7 @@ class Folder:
                 self.refuse_others(before, settings)
             else:
                 values = {**(state or {}), **SETTINGS_FORMAT, **settings}
-                write_whole(self.path / self.name, json.dumps(values, indent=2) + "\n")
+                write_object(self.path / self.name, values)
         return bool(before)
 
     def refuse_others(self, before: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -314,7 +339,7 @@ class Folder:
 
 def _difference(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any]:
     """(name, before, now) of the first entry that differs, inner ones as `sampling.top_k`."""
-    name = next(name for name in {**was, **now} if was.get(name) != now.get(name))
+    name = next(name for name in {**was, **now} if was.get(name, ...) != now.get(name, ...))
     old, new = was.get(name), now.get(name)
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return name, old, new

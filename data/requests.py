@@ -11,6 +11,7 @@ floating point repeats, and the file ends with the bytes of a run in one go.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class Results:
         self.lines: list[Line] = []
         run = self.path.with_name(f"{self.path.name}.run")
         self.folder = Folder(run, option="--output", results=self.path)
+        self.run = ""  # what its lines are tied to
         self.size = 0  # of what was written whole, bytes
 
     def begin(self, settings: dict[str, Any], lines: list[Line], unit: int) -> int:
@@ -153,6 +155,7 @@ class Results:
                 " another --output or delete it"
             )
         self.folder.begin(settings)
+        self.run = json.dumps(settings)
         self.lines, self.units = lines, cut_units(len(lines), unit)
         return self._kept()
 
@@ -162,7 +165,7 @@ class Results:
             return 0
         found = self.path.read_bytes().split(b"\n")[:-1]
         for number, (raw, line) in enumerate(zip(found, [*self.lines, None], strict=False), 1):
-            if line is None or _id(raw) != line.id:
+            if line is None or unsealed(raw, self.run).get("id") != line.id:
                 wanted = "a result, there are no more requests"
                 if line:
                     wanted = f"the result of {line.place}"
@@ -182,7 +185,7 @@ class Results:
         end a text.
         """
         results = [_result(self.lines[i], completion, eos) for i, completion in completions.items()]
-        lines = "".join(sealed(result) for result in results).encode()
+        lines = "".join(sealed(result, self.run) for result in results).encode()
         with os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file:
             if file.tell() != self.size:
                 raise ValueError(
@@ -218,7 +221,3 @@ def _result(line: Line, completion: Completion, eos: tuple[int, ...]) -> dict[st
         "substitutions": c.substitutions,
         "budget": parse(line.relaxation).budget,
     }
-
-
-def _id(raw: bytes) -> Any:
-    return unsealed(raw).get("id")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..fields import MISSING, fault
-from ..files import check_regular, close_to
+from ..files import check_regular, close_to, unique_fields
 from ..runtime.chat import CONVERSATION, Turns
 
 SPLITS = ("train", "validation", "test")
@@ -231,7 +231,7 @@ def _parsed(data: bytes, path: Path, line: int | None = None) -> Any:
             f"{path} must be UTF-8, line {line} is not; convert it, for example with iconv"
         )
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        return json.loads(text, object_pairs_hook=unique_fields, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         # Besides what is not JSON: a number of more digits than Python reads, brackets deeper than
         # its stack.
@@ -242,16 +242,6 @@ def _parsed(data: bytes, path: Path, line: int | None = None) -> Any:
         return ValueError(
             f"line {line} of {path} must be JSON: {reason}; it begins {text.strip()[:40]!r}"
         )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object; ValueError if it names a field twice, as nobody can know which value is meant."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the field {twice} stands there twice")
-    return found
 
 
 def _no_number(name: str) -> None:

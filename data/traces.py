@@ -10,7 +10,6 @@ shapes, finite numbers, probabilities.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, objects, whole
-from ..files import read_object, sha256, write_whole
+from ..files import read_object, sha256, write_object, write_whole
 from ..runtime.sampling import is_neutral
 from ..verifier.head import FEATURES
 from .columns import COLUMNS, REQUIRED
@@ -107,7 +106,7 @@ def write_manifest(folder: str | Path, manifest: dict, name: str = MANIFEST) -> 
     """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_whole(path, json.dumps({"format": FORMAT, **manifest}, indent=2) + "\n")
+    return write_object(path, {"format": FORMAT, **manifest})
 
 
 def read_manifest(folder: str | Path, incomplete: bool = False, name: str = MANIFEST) -> dict:

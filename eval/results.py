@@ -6,6 +6,7 @@ seed.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     older = read_settings(settings) if settings.is_file() else {}
     sampling = older.get("sampling")
     temperature = sampling.get("temperature") if isinstance(sampling, dict) else None
-    records = []
+    run, records, seen = run_of(older), [], {}
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], start=1):
-        record = unsealed(line)
+        record = unsealed(line, run)
         if "method" in record:
             plain = record["method"] == "plain"
             record.setdefault("temperature", temperature)
@@ -65,10 +66,24 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
         if bad:
             what = f"{', '.join(bad)} is missing or no figure"
             if not record:
-                what = "it is damaged, or was changed after it was written"
+                what = "it is damaged, was changed after it was written, or is of another run"
             raise ValueError(f"{path}, line {number} is no result: {what}; delete that line")
+        text = (*point_of(record), record["seed"], record["prompt"])
+        if text in seen:
+            raise ValueError(
+                f"{path}, line {number} holds the text of line {seen[text]} once more; delete that"
+                " line"
+            )
+        seen[text] = number
         records.append(record)
     return records
+
+
+def run_of(settings: dict[str, Any]) -> str:
+    """What ties lines of results to the settings beside them: the prompts and the models."""
+    models = [settings.get(role) for role in ("target", "draft")]
+    hashes = [model.get("hash") if isinstance(model, dict) else None for model in models]
+    return json.dumps([settings.get("prompts_sha256"), *hashes]) if any(hashes) else ""
 
 
 def point_of(record: dict[str, Any]) -> tuple[str, str, float | None, int | None]:

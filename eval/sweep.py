@@ -21,10 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.tasks import Task
-from ..files import SETTINGS_FORMAT, Folder, Progress, cut_units, open_own, sealed, write_whole
+from ..files import (
+    SETTINGS_FORMAT,
+    Folder,
+    Progress,
+    cut_units,
+    open_own,
+    sealed,
+    write_object,
+    write_whole,
+)
 from ..runtime.completion import Request
 from ..runtime.engine import Engine
-from .results import RESULTS, SETTINGS, read_results
+from .results import RESULTS, SETTINGS, read_results, run_of
 from .scoring import score_positions
 from .summary import repetition
 
@@ -96,7 +105,7 @@ class Sweep:
                 now = self._continued(before, now)
             now = SETTINGS_FORMAT | now
             if now != before:
-                write_whole(self.folder.path / SETTINGS, json.dumps(now, indent=2) + "\n")
+                write_object(self.folder.path / SETTINGS, now)
 
     def _continued(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         """The settings of a folder that is continued: those it was begun with, and every head that
@@ -125,6 +134,11 @@ class Sweep:
         self.folder.refuse_others(before, now)
         return now | told | grown
 
+    @property
+    def run(self) -> str:
+        """What its lines are tied to."""
+        return run_of(self.settings)
+
     def files(self) -> list[Path]:
         """Every file of results in the folder, the whole first."""
         parts = sorted(self.folder.path.glob("results.*-of-*.jsonl"))
@@ -149,7 +163,7 @@ class Sweep:
                 if units:
                     self._warm(cell, units[0])
                 for unit in units:
-                    lines = [sealed(record) for record in self.records(cell, unit)]
+                    lines = [sealed(record, self.run) for record in self.records(cell, unit)]
                     with os.fdopen(open_own(self.file, os.O_WRONLY | os.O_APPEND), "ab") as file:
                         file.write("".join(lines).encode())
                     progress.add(len(unit), what=f"{_words(cell)}, texts")
@@ -176,7 +190,7 @@ class Sweep:
             whole = self._whole(records)
             for record in records:
                 if self._key(record) in whole:
-                    line = sealed(record)
+                    line = sealed(record, self.run)
                     found.setdefault(cell_of(record), {})[record["prompt"]] = line
             if path == self.results:
                 before = list(map(cell_of, records))
@@ -228,7 +242,7 @@ class Sweep:
         records = read_results(self.file)
         whole = self._whole(records)
         kept = [record for record in records if self._key(record) in whole]
-        text = "".join(sealed(record) for record in kept)
+        text = "".join(sealed(record, self.run) for record in kept)
         if text != self.file.read_text(encoding="utf-8"):
             write_whole(self.file, text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..files import exchange, write_whole
+from ..files import exchange, write_object, write_whole
 from ..runtime.bundle import CARD, EXAMPLE, FILES, Card, load_bundle, logits_of, write_head
 from ..runtime.shape_network import FILES as SELECTOR
 from ..runtime.shape_network import read_selector_card
@@ -72,7 +71,7 @@ def _write_card(folder: Path, card: Card) -> None:
     """Write card.json and README.md, each at once, and custom_generate/, which holds the bundle's
     files once more.
     """
-    write_whole(folder / CARD, json.dumps(card.to_json(), indent=2) + "\n")
+    write_object(folder / CARD, card.to_json())
     write_whole(folder / "README.md", model_card(card))
     if card.custom_generate:
         add_custom_generate(folder)

@@ -77,10 +77,11 @@ class Model:
 
     @property
     def computed(self) -> dict[str, object]:
-        """What besides the weights decides the rows of this model, for the settings of a folder."""
+        """What decides the rows of this model, for the settings of a folder."""
         named = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
         config = {k: v for k, v in self.module.config.to_dict().items() if k not in named}
         return {
+            "weights": checksum(self.module),
             "config": _digest(json.dumps(config, sort_keys=True, default=str)),
             "code": code_sha256(type(self.module)),
             "dtype": str(self.dtype),
@@ -273,6 +274,19 @@ def fingerprint(module) -> str:
         flat = value.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)][:256].to("cpu", torch.float32).bfloat16()
         digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def checksum(module) -> str:
+    """Hash of all bytes of the weights, by a sum for each tensor: what `fingerprint` does not
+    sample counts too. It depends on the dtype.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        whole = len(data) // 8 * 8  # a sum of 8 bytes at a time, which may wrap
+        total = data[:whole].view(torch.int64).sum() + data[whole:].sum()
+        digest.update(f"{name}{int(total)}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,6 +62,24 @@ def check_dtype(dtype: str) -> None:
     """ValueError for a type that no model is loaded in."""
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that this machine does not have."""
+    if device != "auto":
+        with _usable(device):
+            if torch.empty(0, device=device).is_meta:
+                raise RuntimeError("it holds no numbers")
+
+
+@contextmanager
+def _usable(device: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def quiet() -> None:
@@ -162,17 +182,12 @@ def load_module(
             device_map="auto",
             **keywords,
         )
-    try:
-        if torch.empty(0, device=device).is_meta:  # before gigabytes are fetched for it
-            raise RuntimeError("it holds no numbers")
+    check_device(device)  # before gigabytes are fetched for it
+    with _usable(device):
         module = _loaded(
             name, "model", AutoModelForCausalLM, trust_remote_code=trust_remote_code, **keywords
         )
         return module.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"`device` {device!r} cannot be used on this machine: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def _loaded(name: str, kind: str, auto, **keywords):

@@ -13,7 +13,6 @@ card says that the base shape stays.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -27,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..files import SETTINGS_FORMAT, Folder, sha256, within, write_whole
+from ..files import SETTINGS_FORMAT, Folder, sha256, within, write_object, write_whole
 from ..runtime.choosers import LearnedSelector, StepContext
 from ..runtime.forward import Pair
 from ..runtime.shape_network import (
@@ -173,7 +172,7 @@ def train_chooser(
     weights = {name: tensor.contiguous() for name, tensor in module.network.state_dict().items()}
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILES[1], save(weights))
-    write_whole(out / FILES[0], json.dumps(card, indent=2) + "\n")
+    write_object(out / FILES[0], card)
     return figures
 
 

@@ -10,7 +10,7 @@ import torch
 from diversed.commands.export import export
 from diversed.eval.summary import summarise
 from diversed.export.bundle_writer import add_frontier
-from diversed.files import sha256
+from diversed.files import read_object, sha256
 from diversed.runtime.bundle import Card, load_bundle
 from diversed.runtime.groups import BundleModels
 from diversed.runtime.sampling import Sampling
@@ -56,7 +56,7 @@ def bundle(request, tmp_path):
 
 
 def change(bundle, **values):
-    card = json.loads((bundle / "card.json").read_text())
+    card = read_object(bundle / "card.json", "")
     (bundle / "card.json").write_text(json.dumps(card | values))
 
 
@@ -307,7 +307,7 @@ def test_a_card_is_written_as_it_is_read_and_an_older_one_lacks_only_what_has_a_
     card = load_bundle(bundle).card
     values = card.to_json()
     assert Card.from_json(values, bundle) == card
-    assert json.loads((bundle / "card.json").read_text()) == values
+    assert read_object(bundle / "card.json", "") == values
     older = {name: values[name] for name in ("format", "models", "head", "sampling")} | {"unknown": 1}
     older["head"] = {name: value for name, value in values["head"].items() if name != "blend"}
     read = Card.from_json(older, bundle)

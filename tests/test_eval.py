@@ -20,7 +20,6 @@ from diversed.eval.results_table import empty_texts, looping_texts
 from diversed.eval.scoring import score_positions
 from diversed.eval.summary import repetition, summarise
 from diversed.eval.sweep import cell_of
-from diversed.files import unsealed
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling, probabilities
 
@@ -319,7 +318,7 @@ def test_a_process_killed_among_several_resumes_to_the_bytes_of_one(finished, op
 
 
 def test_lines_of_an_older_version_have_the_settings_temperature_and_draft_length(finished, options, tmp_path):
-    lines = [unsealed(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    lines = read_results(finished / "results.jsonl")
     older = [{k: v for k, v in line.items() if k not in ("temperature", "draft_length")} for line in lines]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
     unknown = read_results(tmp_path / "results.jsonl")

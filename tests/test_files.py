@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,17 @@ from diversed.fields import (
     unknown,
     whole,
 )
-from diversed.files import Folder, Progress, cut_units, exclusive, sealed, unsealed, write_whole
+from diversed.files import (
+    Folder,
+    Progress,
+    cut_units,
+    exclusive,
+    read_object,
+    sealed,
+    unsealed,
+    write_object,
+    write_whole,
+)
 
 FORMAT = {"settings_format": 2}
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0, "top_k": 0}, "methods": ["token"]}
@@ -37,11 +48,12 @@ def begin(path, settings=SETTINGS, **options):
 def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
     path = tmp_path / "out"
     assert begin(path) is False and begin(path) is True
-    assert json.loads((path / "settings.json").read_text()) == FORMAT | SETTINGS
+    assert read_object(path / "settings.json", "") == FORMAT | SETTINGS
     for change, sentence in [
         ({"seed": 5}, "seed 0, now it is 5"),
         ({"sampling": {"temperature": 1.0, "top_k": 3}}, "sampling.top_k 0, now it is 3"),
         ({"sampling": {"temperature": 1.0}}, "sampling.top_k 0, now it is None"),
+        ({"sampling": SETTINGS["sampling"] | {"top": None}}, "sampling.top None, now it is None"),
     ]:
         with pytest.raises(ValueError) as refused:
             begin(path, SETTINGS | change)
@@ -49,7 +61,7 @@ def test_a_folder_goes_on_with_the_same_settings_and_refuses_others(tmp_path):
             f"{path} was begun with {sentence}; give the same again to continue it, choose another --out or delete the "
             "folder"
         )
-    assert json.loads((path / "settings.json").read_text()) == FORMAT | SETTINGS
+    assert read_object(path / "settings.json", "") == FORMAT | SETTINGS
 
 
 def test_a_setting_that_the_folder_was_begun_without_is_named_with_a_remedy_that_works(tmp_path):
@@ -312,3 +324,17 @@ def test_a_line_that_was_changed_after_it_was_written_is_noticed_wherever():
             noticed += not found
     assert noticed > 0.9 * 8 * len(raw)
     assert unsealed(b"") == unsealed("[1]") == unsealed("[" * 100_000) == {}
+
+
+def test_an_object_that_was_changed_after_it_was_written_is_told(tmp_path):
+    path, values = tmp_path / "a.json", {"name": "target", "share": 0.1, "none": None, "list": [1, {"x": "\N{EURO SIGN}"}]}
+    write_object(path, values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_object(path, "") == values
+        older = tmp_path / "older.json"
+        older.write_text(json.dumps(values))
+        assert read_object(older, "") == values
+    path.write_text(path.read_text().replace("0.1", "0.2"))
+    with pytest.warns(UserWarning, match="a.json was changed after it was written"):
+        assert read_object(path, "")["share"] == 0.2

@@ -6,6 +6,9 @@ HYPOTHESIS_PROFILE=long pytest tests/test_fuzz.py looks further, at other exampl
 import copy
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,3 +372,18 @@ def test_a_training_of_strangers_is_read_or_refused(spoil, data):
 def test_a_selector_of_strangers_is_read_or_refused(spoil, data):
     folder = spoil(data.draw, "selector")
     answered(make_selector, f"{folder}/", "traversal", "without_replacement", 5, 0, tiny_pair(11), Sampling())
+
+
+@pytest.mark.parametrize("more", [["--count", "200"], ["--near", "--count", "30"]], ids=["odd", "nearly right"])
+def test_random_command_lines_are_answered_with_one_sentence(more):
+    """tests/support/odd_lines.py says what they are, and looks further: --seed 1 --count 500."""
+    script = Path(__file__).parent / "support" / "odd_lines.py"
+    answer = subprocess.run([sys.executable, str(script), *more], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_damaged_files_are_refused_told_or_change_nothing():
+    """tests/support/damage.py says how they are damaged, and looks further: --seed 1 --count 300."""
+    script = Path(__file__).parent / "support" / "damage.py"
+    answer = subprocess.run([sys.executable, str(script), "--count", "25"], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr

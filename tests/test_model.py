@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diversed.runtime.engine import decode
-from diversed.runtime.forward import Model
+from diversed.runtime.forward import Model, fingerprint
 from diversed.runtime.model import load_pair, make_pair
 from diversed.runtime.sampling import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,3 +112,13 @@ def test_pairs_that_cannot_work_are_refused_with_the_reason(tmp_path):
         with pytest.raises((ValueError, OSError), match=sentence) as refused:
             load_pair(target, draft, **options)
         assert "\n" not in str(refused.value)
+
+
+def test_a_single_weight_that_the_fingerprint_does_not_sample_changes_what_a_folder_is_continued_by():
+    first, second = (Model(module(0, 7), "one") for _ in range(2))
+    for model in (first, second):
+        model.module.register_parameter("big", torch.nn.Parameter(torch.zeros(101, 101)))
+    assert first.computed == second.computed
+    second.module.big.data[0, 1] = 1e-3
+    assert fingerprint(first.module) == fingerprint(second.module)
+    assert first.computed["weights"] != second.computed["weights"]

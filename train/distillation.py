@@ -22,7 +22,6 @@ the same bytes.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from pytorch_lightning import seed_everything
 from ..data.gathering import Rollouts, Stored, gather_traces
 from ..data.selection import LongPrompts, SplitPrompts
 from ..data.traces import MANIFEST, read_manifest
-from ..files import DECIDING, exclusive, sha256, versions, within, write_whole
+from ..files import DECIDING, exclusive, sha256, versions, within, write_object
 from ..runtime.forward import fingerprint
 from ..runtime.groups import Models, Run, SharedRun, check_filters
 from ..runtime.model import adapter_base
@@ -155,7 +154,7 @@ def _report(folder: Path, module: DraftModule, origin: dict) -> None:
         "figures": module.history,
         "versions": versions((*DECIDING, *TRAINING)),
     }
-    write_whole(folder / DONE, json.dumps(report, indent=2) + "\n")
+    write_object(folder / DONE, report)
     (folder / CHECKPOINT).unlink()  # several times the draft with its optimiser
     print(
         f"held out: step acceptance {before['held_out_acceptance']:.4f} before,"

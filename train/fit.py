@@ -229,7 +229,12 @@ def fit(trainer: Trainer, module: Training, data: Any, folder: Path) -> None:
         refuse_damaged(checkpoint)
         if trainer.is_global_zero:
             print(f"continuing from {checkpoint}")
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except Exception:
+        if trainer.is_global_zero and not (folder / CHECKPOINT).is_file():
+            (folder / Folder(folder).name).unlink(missing_ok=True)  # nothing was begun
+        raise
     if trainer.is_global_zero and module.history:
         # A kill behind the last epoch's checkpoint had left its line out.
         _write_metrics(folder / METRICS, module.history)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Trainer, seed_everything
 
-from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_whole
+from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, within, write_object
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import TrainerOptions, build_trainer, fit, quiet, sentences, settle
@@ -116,6 +116,7 @@ def _train(
             if first:
                 print(f"{folder} is already trained; choose another --out to train again")
             return folder
+        model.started()  # a head to start from that does not fit is refused at once
         data.setup()
         _refuse_too_few(trainer, model, data)
         if first:
@@ -202,5 +203,5 @@ def _write_head(folder: Path, model: HeadModule, data: TraceModule, settings: di
         "figures": model.history,
         "versions": versions(("torch", "pytorch-lightning", "safetensors")),
     }
-    write_whole(folder / "train.json", json.dumps(trained, indent=2) + "\n")
+    write_object(folder / RECORD, trained)
     print(f"head: {path}\nfigures: {folder / 'metrics.csv'} and {folder / 'train.json'}")

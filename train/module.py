@@ -112,6 +112,10 @@ class HeadModule(Training):
         if stage == "fit" and self.trainer.ckpt_path is None:
             self.start_from(*self.trainer.datamodule.sample_inputs())
 
+    def started(self) -> dict[str, Tensor] | None:
+        """The tensors of the head in `start`, checked; None without one."""
+        return _started(Path(self.options.start), self.head) if self.options.start else None
+
     def start_from(self, features: Tensor | None, hidden: Tensor | None, weight: Tensor) -> None:
         """Standardise the head's inputs and choose its first constant output; or take over the head
         in `start`.
@@ -119,8 +123,8 @@ class HeadModule(Training):
         features: [X, 12] or None, hidden: [X, H] or None, weight: [X]; at positions of the training
             texts.
         """
-        if self.options.start:
-            self.head.load_state_dict(_started(Path(self.options.start), self.head))
+        if started := self.started():
+            self.head.load_state_dict(started)
             return
         self.head.standardise(features, hidden)
         last = self.head.net[-1] if self.head.width else self.head.net

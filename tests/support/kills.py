@@ -79,7 +79,7 @@ def _bare(path: Path) -> bytes:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         return json.dumps([{k: v for k, v in record.items() if k not in ("seconds", "crc32")} for record in records]).encode()
     if path.name == "card.json":
-        return json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "frontier"}).encode()
+        return json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in ("frontier", "crc32")}).encode()
     return path.read_bytes() if path.suffix != ".md" else b""  # a bundle's README tells its tokens per second
 
 

@@ -1,7 +1,9 @@
 """Random command lines: `python tests/support/odd_lines.py --seed 0 --count 200` prints what was answered, and every line
-that ended in another way than with a sentence of one line: a traceback, a hang, a folder left by a refusal.
+that ended in another way than with a sentence of one line: a traceback, a hang, a folder left by a refusal. The exit code
+is the number of such lines, at most 100.
 
 Lines are made of real commands and options, some with odd values; nothing that is asked here is a whole piece of work.
+With --near a line is a small piece of work that runs, with one option of its command set to something odd; it may run.
 """
 
 import argparse
@@ -12,7 +14,9 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +25,17 @@ from diversed import cli
 OPTIONS = json.loads((Path(__file__).parents[1] / "golden_options.json").read_text())
 ODD = ["0", "-1", "9" * 25, "nan", "inf", "1e400", "", "null", "true", "[", "{}", "😀", "\udc80", "x" * 100_000, "../..",
        "/dev/null", "-", "--", "a b", "&a", "*a", "!!x", "'"]  # fmt: skip
-SECONDS = 20
+NUMBERS = ["1", "2", "3", "1e-9", "0.5", "-0.5", "1e9", "true", "none", "auto", "1,2", "[1]"]
+SMALL = {
+    "decode": "decode --prompt 12+3= --max_new_tokens 4",
+    "gather": "gather --out o --prompts 2 --samples 2 --max_new_tokens 4",
+    "eval": "eval --out o --prompts 2 --max_new_tokens 4 --relaxations none ensemble:0.5",
+    "train": "train --data.traces {home}/traces --out o --trainer.max_epochs 1",
+    "export": "export --train {home}/train --out o",
+    "calibrate": "calibrate --bundle {home}/bundle --out o --prompts 2 --max_new_tokens 4 --max_quality_drop 0.5 --biases 0",
+    "report": "report {home}/eval --out o",
+}
+SECONDS, SLOW = 20, 5
 
 
 class Hang(Exception):
@@ -34,6 +48,29 @@ def line(draw: random.Random) -> list[str]:
     for name in draw.sample(list(OPTIONS[command]), min(len(OPTIONS[command]), draw.randint(1, 4))):
         words += [f"--{name}"] + draw.choices(ODD, k=draw.choice([0, 1, 1, 1, 2]))
     return words
+
+
+def near(draw: random.Random, home: str) -> list[str]:
+    command = draw.choice(list(SMALL))
+    # A name that is no folder is looked for on the hub, which takes a minute if there is no network.
+    name = draw.choice([name for name in OPTIONS[command] if name.split(".")[-1] not in ("target", "draft")])
+    value = draw.choice(ODD + NUMBERS)
+    return [*SMALL[command].format(home=home).split(), f"--{name}", value]
+
+
+def prepared(home: str) -> None:
+    """What the small pieces of work read."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for words in (
+            "gather --out traces --prompts 4 --samples 2 --max_new_tokens 8",
+            "train --data.traces traces --out train --trainer.max_epochs 1",
+            "export --train train --out bundle",
+            "eval --out eval --prompts 2 --max_new_tokens 4 --relaxations none ensemble:0.5",
+        ):
+            words = words.replace("traces traces", f"traces {home}/traces").replace("--out traces", f"--out {home}/traces")
+            words = words.replace("--train train", f"--train {home}/train")
+            words = words.replace("--out train", f"--out {home}/train").replace("--out bundle", f"--out {home}/bundle")
+            assert cli.main(words.replace("--out eval", f"--out {home}/eval").split()) == 0, words
 
 
 def answered(words: list[str]) -> str:
@@ -54,7 +91,7 @@ def answered(words: list[str]) -> str:
     said = [text for text in error.getvalue().splitlines() if text and not text.startswith("note")]
     if code == 2 and len(said) != 1:
         return f"refused in {len(said)} lines: {said[-1:]}"
-    if code == 2 and os.listdir():
+    if code == 2 and set(os.listdir()) - {"bundle-calibration"}:
         return f"refused, left {os.listdir()}"
     return {0: "done", 2: "refused"}.get(code, f"exit {code}")
 
@@ -63,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--near", action="store_true")
     asked = parser.parse_args()
 
     def late(*_):
@@ -70,17 +108,25 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, late)
     draw, counts, home = random.Random(asked.seed), Counter(), Path.cwd()
+    made, good = tempfile.mkdtemp(), {"refused", "done", "exit 1"}
+    if asked.near:
+        prepared(made)
     for _ in range(asked.count):
-        words = line(draw)
+        words = near(draw, made) if asked.near else line(draw)
         place = tempfile.mkdtemp()
         os.chdir(place)
+        began = time.monotonic()
         answer = answered(words)
+        if (took := time.monotonic() - began) > SLOW:
+            print(f"{took:.0f} s  <-  {' '.join(word[-60:] for word in words)!r}", flush=True)
         os.chdir(home)
         shutil.rmtree(place)
         counts[answer.split(":")[0]] += 1
-        if answer != "refused":
-            print(f"{answer}  <-  {' '.join(word[:30] for word in words)!r}", flush=True)
+        if answer not in good:
+            print(f"{answer}  <-  {' '.join(word[-60:] for word in words)!r}", flush=True)
+    shutil.rmtree(made)
     print(dict(counts))
+    sys.exit(min(100, sum(counts.values()) - sum(counts[answer] for answer in good)))
 
 
 if __name__ == "__main__":
