@@ -32,7 +32,7 @@ from ..eval.summary import summarise
 from ..export.bundle_writer import add_frontier
 from ..files import Folder, within, worker
 from ..runtime.bundle import add_bias, sha256_of_head
-from ..runtime.model import load_tokenizer
+from ..runtime.model import check_device, load_tokenizer
 from ..train.fit import build_trainer, quiet, sentences
 from ..train.record import read_trained
 from ..train.rounds import Stages as RoundStages
@@ -285,10 +285,11 @@ def _refuse_bad(
 
 
 def _read_prompts(stages: Stages) -> None:
-    """Prompts that a late stage would refuse are refused before the first one starts."""
+    """Prompts and devices that a late stage would refuse are refused before the first starts."""
     for stage in ("gather", "eval"):
         asked = filled(command(stage), stages[stage] | dict.fromkeys(DECIDED[stage], ""))
         models, prompts = asked["models"], asked["prompts"]
+        check_device(models.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the stage says it again
             task = prompts.load()

@@ -16,7 +16,7 @@ from ..files import MOST_THREADS, Folder, within, worker
 from .bundle import ROLES, read_card
 from .drafting import MAX_NODES, Branches
 from .forward import Pair
-from .model import check_device, check_dtype, load_pair
+from .model import check_dtype, load_pair
 from .sampling import Sampling
 
 
@@ -42,7 +42,6 @@ class Models:
 
     def __post_init__(self):
         check_dtype(self.dtype)
-        check_device(self.device)
 
     def load(self) -> Pair:
         """Both models."""
