@@ -296,7 +296,10 @@ def _lookup(row: dict, field: str, place: str, option: str) -> Any:
     if value is MISSING:
         other = f"; name another with `{option}`" if option else ""
         listing = ", ".join(map(str, row)) or "no field"
-        raise Hole(f"{place} has no field {field}, it has {listing}{close_to(field, row) or other}")
+        hint = close_to(field, row) or other
+        if option == "data.prompt_field" and "messages" in row:
+            hint = "; the conversation is the prompt with `data.prompt_field` messages"
+        raise Hole(f"{place} has no field {field}, it has {listing}{hint}")
     if value is None:
         raise Blank(
             f"{place} must hold text in the field {field}, got null; fill it or delete the row"

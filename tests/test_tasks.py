@@ -594,6 +594,12 @@ def test_a_field_with_a_conversation_goes_through_the_chat_template(tmp_path, tu
     assert task.examples[0].reference == "7"
 
 
+def test_rows_with_conversations_say_how_they_are_read(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"messages": TURNS[1:2], "answer": "7"}])
+    with pytest.raises(ValueError, match="the conversation is the prompt with `data.prompt_field` messages"):
+        load_task("jsonl", path, data=DataOptions(whole=True, **ANSWERS))
+
+
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
