@@ -32,7 +32,7 @@ from .believed import (
 from .rules import ROWS, row_by_hand, token_by_hand
 
 SOURCE = Path(diversed.verifier.__file__).parent
-FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "methods", "rules", "relax")
+FILES = ("__init__", "tree", "law", "plans", "compose", "multipath", "fly", "methods", "rules", "relax")
 EXACT = 1e-12
 
 
