@@ -51,9 +51,10 @@ def write_whole(path: str | Path, data: bytes | str) -> Path:
     """Write `data` under a temporary name beside `path` and rename it; a failure leaves nothing.
 
     The temporary file is always a new one, this process's own: a link of its name is removed and
-    not written through.
+    not written through. A device or a pipe of that name is refused: a rename would take its place.
     """
     path = Path(path)
+    check_regular(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     temporary.unlink(missing_ok=True)
     try:
@@ -93,7 +94,7 @@ def check_regular(path: Path) -> None:
     """ValueError for what is no file: a pipe can be read once, a device for ever."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise ValueError(f"{path} must be a file, it is {kind}; write a file and name that")
+        raise ValueError(f"{path} must be a file, it is {kind}; name a file")
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -229,6 +230,8 @@ def open_own(path: Path, flags: int) -> int:
     its other end would be written.
     """
     refusal = f"{path} is a link, expected a file of its own; delete it"
+    if not path.is_symlink():
+        check_regular(path)
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:

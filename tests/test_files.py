@@ -28,6 +28,7 @@ from diversed.files import (
     Progress,
     cut_units,
     exclusive,
+    open_own,
     read_object,
     sealed,
     unsealed,
@@ -338,3 +339,16 @@ def test_an_object_that_was_changed_after_it_was_written_is_told(tmp_path):
     path.write_text(path.read_text().replace("0.1", "0.2"))
     with pytest.warns(UserWarning, match="a.json was changed after it was written"):
         assert read_object(path, "")["share"] == 0.2
+
+
+@pytest.mark.parametrize("write", [lambda path: write_whole(path, "x"), lambda path: open_own(path, os.O_WRONLY)])
+def test_a_device_or_a_pipe_is_never_replaced_or_waited_for(write, tmp_path):
+    """As root a rename would put a file in the place of /dev/null."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path, kind in ((Path("/dev/null"), "a pipe or a device"), (pipe, "a pipe or a device"), (folder, "a folder")):
+        with pytest.raises(ValueError, match=f"{path} must be a file, it is {kind}"):
+            write(path)
+    assert Path("/dev/null").is_char_device() and pipe.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
