@@ -88,6 +88,11 @@ class Decoding:
 
     def __post_init__(self):
         check_filters(self.sampling)
+        if self.sampling.greedy and len(self.seeds) > 1:
+            raise ValueError(
+                "several `seeds` would give the same texts at temperature 0, which draws nothing;"
+                " give one"
+            )
         if self.method == "plain" or is_lossy(self.method):
             raise ValueError(
                 f"`method` {self.method} takes no head, so no bias changes its texts; calibrate"

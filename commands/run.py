@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +28,12 @@ from typing import Any
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
-from ..eval.results import RESULTS
+from ..eval.results import RESULTS, read_results
+from ..eval.results import SETTINGS as EVAL_SETTINGS
 from ..eval.summary import summarise
+from ..eval.sweep import cell_of
 from ..export.bundle_writer import add_frontier
-from ..files import Folder, within, worker
+from ..files import Folder, read_settings, within, worker
 from ..runtime.bundle import add_bias, sha256_of_head
 from ..runtime.model import check_device, load_tokenizer
 from ..train.fit import build_trainer, quiet, sentences
@@ -121,7 +124,8 @@ def pipeline(
     _read_prompts(stages)
     folder = Path(out)
     place = Folder(folder, SETTINGS)
-    deciding = {"export": stages["export"], "rounds": rounds, "max_drop": max_drop}
+    exported = {name: value for name, value in stages["export"].items() if name != "overwrite"}
+    deciding = {"export": exported, "rounds": rounds, "max_drop": max_drop}
     if begun := place.begun():  # else a bundle would be replaced before `eval` refuses it
         place.refuse_others(begun, deciding)
 
@@ -197,12 +201,31 @@ def _rounds(
 
 def _evaluate(stages: Stages, folder: Path, relaxations: list[str]) -> None:
     if _measured_before(folder):
+        _refuse_other_texts(stages, folder, relaxations)
         print(
             f"{folder / RESULTS} is of the bundle before it was calibrated and stays; measure it as"
             f" it is now with: diversed eval --relaxations none {folder / 'bundle'} --out OTHER"
         )
     else:
         _stage(stages, "eval", out=str(folder), relaxations=relaxations)
+
+
+def _refuse_other_texts(stages: Stages, folder: Path, relaxations: list[str]) -> None:
+    """Refuse results of a bundle as it was that are not the texts which are asked for."""
+    options = stages["eval"] | {"out": str(folder), "relaxations": relaxations}
+    asked = filled(command("eval"), options)
+    prompts, begun = asked["prompts"], read_settings(folder / EVAL_SETTINGS)
+    wanted = {"prompts": prompts.prompts, "seed": prompts.seed, "split": prompts.split}
+    other = [name for name, value in wanted.items() if begun.get(name) != value]
+    texts = Counter(map(cell_of, read_results(folder / RESULTS)))
+    lacking = [cell for cell in asked["grid"].cells() if texts[cell] < begun.get("prompts", 0)]
+    if other or lacking:
+        what = f"other {other[0]}" if other else f"no whole {lacking[0].relaxation}"
+        raise ValueError(
+            f"{folder / RESULTS} holds {what} and is of the bundle before it was calibrated, so"
+            f" nothing can be added to it; measure the bundle as it is now with: diversed eval"
+            f" --relaxations none {folder / 'bundle'} --out OTHER"
+        )
 
 
 def _measured_before(folder: Path) -> bool:

@@ -95,6 +95,12 @@ class Grid:
                 "several `seeds` would give the same texts at temperature 0, which draws nothing;"
                 " give one"
             )
+        default = self.relaxations in (["none"], Grid().relaxations)
+        if set(self.methods) == {"plain"} and not default:
+            raise ValueError(
+                "`relaxations` would change nothing beside method plain, which drafts nothing;"
+                " leave them out"
+            )
         for relaxation in self.relaxations:
             parse(relaxation)
         for temperature in temperatures:

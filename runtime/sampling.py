@@ -37,7 +37,7 @@ class Sampling:
     @property
     def filters(self) -> bool:
         """Whether tokens are left out other than by a temperature of 0."""
-        return self.temperature > 0 and self != Sampling(self.temperature)
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
     @property
     def greedy(self) -> bool:
@@ -47,7 +47,7 @@ class Sampling:
     @property
     def neutral(self) -> bool:
         """Whether rows as sampled are what the models believe."""
-        return is_neutral(vars(self))
+        return self.temperature == 1 and not self.filters
 
     def __post_init__(self):
         for name, value in vars(self).items():

@@ -80,11 +80,16 @@ def test_the_story_runs_and_the_second_time_only_reads(quick, tmp_path, capfd, m
     assert "was calibrated and stays as it is" in printed and "is of the bundle before it was calibrated" in printed
     assert {path: path.read_bytes() for path in sorted((out / "bundle").iterdir())} == calibrated
     assert (out / "results.jsonl").read_bytes() == first["results.jsonl"]
+    for more, sentence in ((["--eval.prompts", "2"], "other prompts"), (["--biases", "0", "1", "2"], "no whole ")):
+        assert cli.main([*words, *more]) == 2
+        refusal = capfd.readouterr().err
+        assert f"holds {sentence}" in refusal and "is of the bundle before it was calibrated" in refusal
     assert cli.main(["export", "--train", str(out / "train"), "--out", str(out / "bundle")]) == 2
     assert "was calibrated; exporting to it would lose its bias and the evidence" in capfd.readouterr().err
     assert {path: path.read_bytes() for path in sorted((out / "bundle").iterdir())} == calibrated
     assert cli.main(["export", "--train", str(out / "train"), "--out", str(out / "bundle"), "--overwrite"]) == 0
     assert load_bundle(out / "bundle").card.calibration is None
+    assert cli.main([*words, "--export.overwrite"]) == 0, "it decides nothing about a bundle"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def answered(words: list[str]) -> str:
     said = [text for text in error.getvalue().splitlines() if text and not text.startswith("note")]
     if code == 2 and len(said) != 1:
         return f"refused in {len(said)} lines: {said[-1:]}"
-    if code == 2 and set(os.listdir()) - {"bundle-calibration"}:
+    if code == 2 and os.listdir():
         return f"refused, left {os.listdir()}"
     return {0: "done", 2: "refused"}.get(code, f"exit {code}")
 
