@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from diversed import cli
 from diversed.data.gathering import _Gathering
+from diversed.eval.sweep import Cell, Sweep
 from diversed.runtime import groups
 from diversed.runtime.completion import BROKEN, Stops, Stream, beginning
-from diversed.runtime.engine import decode
+from diversed.runtime.engine import Engine, decode
 from diversed.runtime.relaxer import Relaxer
 from diversed.runtime.rollouts import Sampler
 from diversed.runtime.sampling import Sampling
@@ -95,6 +96,20 @@ def test_a_gathering_ends_its_texts_at_the_same_tokens_and_scores_the_same_text(
     )
     gathering = SimpleNamespace(task=task, sampler=sampler)
     assert _Gathering._reward(gathering, sample, None) == 0.5 and scored == [text]
+
+
+def test_an_evaluation_scores_the_same_text_and_counts_the_same_tokens(case):
+    pair, stop, text, count, reason, limit = case
+    cell = Cell("token", "none", 0.0, 3, 0)
+    task = SimpleNamespace(
+        stop=stop, name="t", metric="m", scores_text=True, examples=[SimpleNamespace(id="0")],
+        score=lambda given, example: float(given == text),
+    )  # fmt: skip
+    engines = {cell: Engine(pair, "token", "none", 3, sampling=GREEDY)}
+    sweep = Sweep(None, [cell], engines, task, [[1]], limit, 1, {})
+    (record,) = sweep.records(cell, range(1))
+    assert (record["text"], len(record["tokens"]), record["finished"]) == (text, count, reason != "length")
+    assert record["score"] == 1 and record["positions"] == count
 
 
 def test_the_command_writes_and_streams_the_same(case, tmp_path, monkeypatch, capsys):
