@@ -91,3 +91,12 @@ class TextPrompts(Prompts):
     """
 
     prompt: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        default = (self.task, self.data) == (Prompts.task, Prompts.data)
+        if self.prompt is not None and not default:
+            raise ValueError(
+                "`task` and `data` would change nothing beside `prompt`, which is the text to"
+                " continue; leave one of them out"
+            )

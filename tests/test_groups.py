@@ -70,6 +70,7 @@ def test_a_bad_number_gets_one_sentence(make, sentence):
         ("gather --out o --sampling.temperature 0 --samples 2 --relaxation none", "the 2 `samples` of a prompt would be the same text"),
         ("calibrate --bundle b --max_quality_drop 0.1 --sampling.temperature 0 --seeds 0 1", "several `seeds` would give the same"),
         ("eval --out o --methods plain --relaxations ensemble:0.3", "`relaxations` would change nothing beside method plain"),
+        ("select --out o --latencies gpu --prompt a --task gsm8k", "`task` and `data` would change nothing beside `prompt`"),
         ("distill --out o --sampling.temperature 0 --samples 2", "the 2 `samples` of a prompt would be the same text"),
         ("train --data.traces t --out o --model.objective attribution --model.ratio_clip 0.3", "`ratio_clip` is of the objective reinforce"),
         ("train --data.traces t --out o --model.bound 3", "`bound` is of the objective bounded, reinforce does not read it"),
