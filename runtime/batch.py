@@ -71,11 +71,11 @@ class Row:
         drafted = [depth for depth, token in nodes if 0 < depth <= reach and token >= 0]
         accepted = min(len(path) - 1, len(new))
         done.add_step(new, accepted, drafted, setup.depth, said.cost, said.weight)
-        done.draft_calls += said.levels
+        done.draft_calls += said.ran
         if self.active:
             self.length += len(path)
             self.recent = [said.tokens[path[-1]], said.bonus]
-            self.behind = len(path) > max(said.levels, 1)
+            self.behind = len(path) > max(said.ran, 1)
         else:
             done.text = self.stops.cut(done.tokens)
             done.seconds = time.perf_counter() - self.began
@@ -96,14 +96,14 @@ class Row:
 class Said:
     """What a step says of one row, as the host reads it.
 
-    tokens: of all nodes; levels: depths on which the draft was run.
+    tokens: of all nodes; ran: depths on which the draft was run.
     node, bonus: where the accepted path ends, and the token behind it.
     cost, weight: substitutions and the draft's share from the root to there, see
         `Completion.add_step`.
     """
 
     tokens: list[int]
-    levels: int
+    ran: int
     node: int
     bonus: int
     cost: list[float]
@@ -174,10 +174,10 @@ class Batch:
         costs, weights = self._spending(step, outcome)
         depths = step.shape.depths
         if any(depths[node] != node for node in nodes):  # other paths lie where they belong
-            step.keep(rows, outcome.node, drafted.levels)
+            step.keep(rows, outcome.node, drafted.ran)
         found = zip(self.rows, tokens, nodes, bonus, costs, weights, strict=True)
         return [
-            row.commit(setup, step.shape, Said(tokens, drafted.levels, node, end, cost, weight))
+            row.commit(setup, step.shape, Said(tokens, drafted.ran, node, end, cost, weight))
             for row, tokens, node, end, cost, weight in found
         ]
 
@@ -221,7 +221,7 @@ class Batch:
             cost, weight = step.spending(outcome)
             return cost.tolist(), weight.tolist()
         # Every row is the target's own, which is known without asking the device.
-        size, depths, ran = len(self.rows), step.shape.depth + 1, [outcome.drafted.levels]
+        size, depths, ran = len(self.rows), step.shape.depth + 1, [outcome.drafted.ran]
         if self.setup.selector.confidence:  # some chains ended before others
             ran = (outcome.drafted.tokens[:, 1:] >= 0).sum(1).tolist()
         weights = [[0.0] * count + [math.nan] * (depths - count) for count in ran]

@@ -150,7 +150,7 @@ class _Read:
     """
 
     shape: DraftShape
-    levels: int
+    ran: int
     values: Tensor
     event: torch.cuda.Event | None
 
@@ -171,7 +171,7 @@ class _Read:
         nodes, depths = self.shape.nodes, self.shape.depth + 1
         tokens = [int(token) for token in rest[:nodes]]
         cost, weight = rest[nodes : nodes + depths], rest[nodes + depths : nodes + 2 * depths]
-        said = Said(tokens, self.levels, int(node), int(bonus), cost, weight)
+        said = Said(tokens, self.ran, int(node), int(bonus), cost, weight)
         return int(fault), said, rest[nodes + 2 * depths :]
 
 
@@ -276,7 +276,7 @@ class StaticState:
     def commit(self, step: Step, outcome: Outcome) -> Tensor:
         """Move the caches, advance every row that does not stand still; what the host will read."""
         rows, node, drafted = self.rows, outcome.node, outcome.drafted
-        step.keep(rows, node, drafted.levels)
+        step.keep(rows, node, drafted.ran)
         fault = torch.zeros_like(node)
         for number, found in self.faults:
             fault = torch.where(found & (fault == 0), number, fault)
@@ -321,7 +321,7 @@ class StaticStep:
         host = [torch.zeros(size, width, dtype=torch.float64, pin_memory=cuda) for _ in range(2)]
         events = [torch.cuda.Event() if cuda else None for _ in host]
         self.reads = [
-            _Read(shape, self.step.levels, values, event)
+            _Read(shape, self.step.runs, values, event)
             for values, event in zip(host, events, strict=True)
         ]
         limit = state.limit.clone()

@@ -68,7 +68,7 @@ class Drafted:
     logits:  [B, D, V] at the D nodes where it was run; None unless a kernel verifies.
     hidden:  [B, N, H] last hidden states; None unless asked for.
     believed: [B, N, V] what the draft believes; None unless the relaxer reads it beside `rows`.
-    levels:  depths on which the draft was run.
+    ran:     depths on which the draft was run.
     """
 
     tokens: Tensor
@@ -77,14 +77,14 @@ class Drafted:
     logits: Tensor | None
     hidden: Tensor | None
     believed: Tensor | None
-    levels: int
+    ran: int
 
 
 @dataclass
 class Outcome:
     """What a step says.
 
-    drafted: the tree, of which tokens and levels are read.
+    drafted: the tree, of which `tokens` and `ran` are read.
     node:    [B] int64 where the accepted path ends.
     bonus:   [B] int64 the token behind it.
     cost:    [B, N] expected substitutions of the token that follows each node; None if no row was
@@ -107,12 +107,15 @@ class Step:
     way:     who verifies: the method's "kernel", its "twin" for chains on a CPU, or its "law".
     ragged:  whether a node may be absent though its parent is there.
     by_rows: whether rows of probabilities are needed, or logits suffice for a kernel.
+    runs:    depths on which the draft is run, if no chain ends before.
+
+    A row of the batch is called a request's row; "rows" of a model are its probabilities.
     """
 
     def __init__(self, setup: Setup, shape: DraftShape, way: str):
         pair, device = setup.pair, setup.pair.target.device
         self.setup, self.shape, self.way = setup, shape, way
-        self.bounds, self.levels = shape.bounds, shape.depth + setup.leaf
+        self.bounds, self.runs = shape.bounds, shape.depth + setup.leaf
         self.paths, self.depths = (on_device(x, device) for x in (shape.padded_paths, shape.depths))
         self.target, self.draft = Layout(pair.target, shape), Layout(pair.draft, shape)
         selector, filtered = setup.selector, setup.sampling.filters
@@ -150,14 +153,14 @@ class Step:
         paths:   [B] how many of the tree's paths each row wants, if rows differ in it.
         """
         setup, confidence = self.setup, self.setup.selector.confidence
-        tokens, levels, logits, hidden = rows.recent[:, 1:], [], [], []
-        for depth in range(self.levels):
+        tokens, by_depth, logits, hidden = rows.recent[:, 1:], [], [], []
+        for depth in range(self.runs):
             first, last = self.bounds[depth : depth + 2]
             here, going = tokens[:, first:], None
             if self.ragged:
                 going = here >= 0
             if confidence and depth:
-                sure = [chance >= confidence for chance in self._chances(levels[-1], here)]
+                sure = [chance >= confidence for chance in self._chances(by_depth[-1], here)]
                 if not any(sure):
                     break
                 if not all(sure):
@@ -168,18 +171,18 @@ class Step:
                 out = root or self.draft_root(rows)
             logits.append(out.logits[:, first - last :] if depth == 0 else out.logits)
             level = probabilities(logits[-1], setup.sampling)
-            levels.append(level if going is None else level * going.unsqueeze(-1))
+            by_depth.append(level if going is None else level * going.unsqueeze(-1))
             if setup.hidden:
                 hidden.append(out.hidden[:, first - last :].float())
             if depth < self.shape.depth:
-                drawn = self._children(levels[-1], depth, uniform, going)
+                drawn = self._children(by_depth[-1], depth, uniform, going)
                 if paths is not None and depth == setup.trunk:
                     path = torch.arange(drawn.shape[1], device=drawn.device)
                     drawn = torch.where(path < paths.unsqueeze(1), drawn, -1)
                 tokens = torch.cat([tokens, drawn], 1)
-        drafted = Drafted(tokens, uniform[:, :2], None, None, None, None, len(levels))
+        drafted = Drafted(tokens, uniform[:, :2], None, None, None, None, len(by_depth))
         if self.by_rows:
-            drafted.rows = _padded(levels, tokens, setup.pair.vocab)
+            drafted.rows = _padded(by_depth, tokens, setup.pair.vocab)
         if setup.relaxer.believes:
             believed = [beliefs(each) for each in logits]
             drafted.believed = _padded(believed, tokens, setup.pair.vocab)
@@ -187,10 +190,10 @@ class Step:
             drafted.logits = torch.cat(logits, 1)
         if setup.hidden:
             drafted.hidden = _padded(hidden, tokens, setup.pair.draft.hidden_size)
-        if levels and self.by_rows:
+        if by_depth and self.by_rows:
             rows.check(drafted.rows[..., 0], "draft")
-        elif levels:
-            rows.check(torch.cat([level[..., 0] for level in levels], 1), "draft")
+        elif by_depth:
+            rows.check(torch.cat([level[..., 0] for level in by_depth], 1), "draft")
         rows.lap("draft")
         return drafted
 
@@ -281,15 +284,15 @@ class Step:
         found = self.setup.method.kernel(logits, drafted.logits, *tree, sampling.temperature, *cuts)
         return found.verdict, found.substitutions
 
-    def keep(self, rows: Rows, node: Tensor, levels: int) -> None:
+    def keep(self, rows: Rows, node: Tensor, ran: int) -> None:
         """Move the accepted paths behind the roots, in both caches; the draft's holds nodes above
-        depth `levels`. A chain lies there already.
+        depth `ran`. A chain lies there already.
         """
         if self.shape.is_chain:
             return
         path, accepted = self.paths[node], self.depths[node]
         rows.target.keep(rows.place, path, accepted)
-        rows.draft.keep(rows.place, path, accepted.clamp_max(levels - 1))
+        rows.draft.keep(rows.place, path, accepted.clamp_max(ran - 1))
 
     def spending(self, outcome: Outcome) -> tuple[Tensor, Tensor]:
         """[B, L + 1] float64 each, at the nodes from the root to the stopping node: expected
@@ -303,12 +306,12 @@ class Step:
             weight = outcome.weight.double().gather(1, path)
         if self.way == "kernel" or outcome.cost is None:  # a relaxer has left these out
             place = torch.arange(path.shape[1], device=path.device)
-            weight = weight.masked_fill(place >= outcome.drafted.levels, torch.nan)
+            weight = weight.masked_fill(place >= outcome.drafted.ran, torch.nan)
         return cost, weight
 
 
-def _padded(levels: list[Tensor], tokens: Tensor, width: int) -> Tensor:
-    """[B, N, width] of levels [B, n, width], zero at the nodes where the draft was not run."""
+def _padded(by_depth: list[Tensor], tokens: Tensor, width: int) -> Tensor:
+    """[B, N, width] of parts [B, n, width], one a depth; zero where the draft was not run."""
     size, nodes = tokens.shape
-    ran = sum(level.shape[1] for level in levels)
-    return torch.cat([*levels, torch.zeros(size, nodes - ran, width, device=tokens.device)], 1)
+    ran = sum(level.shape[1] for level in by_depth)
+    return torch.cat([*by_depth, torch.zeros(size, nodes - ran, width, device=tokens.device)], 1)
