@@ -203,10 +203,10 @@ CASES = {
         {name: value for name, value in DATA.items() if name not in ("task", "data.reference_field", "data.score")}
         | {"task": "gsm8k --data.reference_field answer", "latencies": "slow.json"} | MODELS
         | {name: value for name, value in PROMPTS.items() if name != "max_prompt_tokens"}
-        | {"prompt": "w2", "methods": "token", "shapes": "1 2", "relaxation": "ensemble:0.3", "temperatures": "0.5",
+        | {"methods": "token", "shapes": "1 2", "relaxation": "ensemble:0.3", "temperatures": "0.5",
            "every": "5", "trees": "2", "unit": "3", "epochs": "2", "batch": "4", "lr": "0.1", "risk": "2",
            "width": "8", "validation": "0.4"},
-        ANYWHERE | {"out": PLACE, "labels": "names a folder, whose labels are in the settings by their checksum",
+        ANYWHERE | {"out": PLACE, "prompt": "is refused beside a task", "labels": "names a folder, whose labels are in the settings by their checksum",
                     "data.reference_field": "labels hold no score", "data.score": "labels hold no score"},
         {"data.jsonl": edit("w2 w3", "w3 w2")} | PAIR | BUNDLE | {"fast.json": copy("slow.json")},
     ),
