@@ -49,6 +49,12 @@ def test_a_compiled_step_gives_the_texts_and_statistics_of_the_loop(tmp_path, mo
     assert len(engine.static) == 1 and not loop.static
 
 
+@pytest.mark.parametrize("method", ["gbv", "specinfer", "kseq"])
+def test_a_step_that_would_end_the_process_is_refused(method):
+    with pytest.raises(ValueError, match="`compile` needs .* a compiled step of gbv, specinfer or kseq ends the process"):
+        Engine(tiny_pair(VOCAB), method, compile=True)
+
+
 def test_a_step_that_cannot_be_compiled_says_why(monkeypatch):
     def broken(*args, **keywords):
         def program():
