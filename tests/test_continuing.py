@@ -166,7 +166,7 @@ CASES = {
         MODELS | SAMPLING
         | {"input": "in2.jsonl", "method": "gbv", "relaxation": "ensemble:0.3", "draft_length": "2", "branches": "3",
            "trunk": "1", "drafting": "with_replacement", "relax_leaf": "true", "max_new_tokens": "6", "stop": "w3",
-           "chat": "true", "seed": "1", "batch": "2", "unit": "2", "compile": "true"},
+           "chat": "true", "seed": "1", "batch": "2", "unit": "2", "compile": "true --method rrsw"},
         ANYWHERE | {"prompt": "is for one text", "output": PLACE,
                     "skip_bad": "the rows that are kept are in the settings"},  # fmt: skip
         PAIR | BUNDLE | {"in.jsonl": edit("w2 w3", "w3 w2")},
