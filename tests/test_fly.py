@@ -55,7 +55,9 @@ def test_the_law_is_that_of_the_definition_for_every_chain(window, entropy):
     law = method(f"fly:{window},{entropy}").law(DraftTree(tokens, chain(4), draft, rows))
     found = zip(law.stop.argmax(-1).tolist(), law.next.argmax(-1).tolist(), strict=True)
     expected = [by_hand(row, list(each), window, entropy) for row, each in zip(rows.tolist(), drafted, strict=True)]
-    assert [(node, bonus[node]) for node, bonus in found] == expected
+    # Not `==` of the lists: pytest aligns long lists that differ, with CI set for more than an hour.
+    wrong = [each for each, (node, bonus), right in zip(drafted, found, expected, strict=True) if (node, bonus[node]) != right]
+    assert not wrong
     assert set(law.stop.unique().tolist()) == {0, 1} and (law.next.amax(-1) == 1).all()
     taken = fly.taken(DraftTree(tokens, chain(4), draft, rows), law.stop.argmax(-1)).sum(1)
     assert taken.max() >= 1 and (taken.long().bincount() > 5).all()
