@@ -360,6 +360,15 @@ def cut_units(total: int, size: int) -> list[range]:
     return [range(start, min(start + size, total)) for start in range(0, total, size)]
 
 
+def duration(seconds: float) -> str:
+    """Seconds as a person says them, such as 2 h 5 min, 3 min 12 s, 7 s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
 class Progress:
     """One line that says how far a command is, on standard error: rewritten on a terminal, a new
     one every 20 seconds elsewhere.

@@ -28,12 +28,13 @@ from typing import Any
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
+from ..data.gathering import AUTO
 from ..eval.results import RESULTS, read_results
 from ..eval.results import SETTINGS as EVAL_SETTINGS
 from ..eval.summary import summarise
 from ..eval.sweep import cell_of
 from ..export.bundle_writer import add_frontier
-from ..files import Folder, read_settings, within, worker
+from ..files import Folder, duration, read_settings, within, worker
 from ..runtime.bundle import add_bias, sha256_of_head
 from ..runtime.model import check_device, load_tokenizer
 from ..train.fit import build_trainer, quiet, sentences
@@ -149,11 +150,11 @@ def pipeline(
         print(f"\n[{number}/{len(work)}] {stage}", flush=True)
         start = time.monotonic()
         do()
-        print(f"{stage}: {_clock(time.monotonic() - start)}", flush=True)
+        print(f"{stage}: {duration(time.monotonic() - start)}", flush=True)
     if not _measured_before(folder):
         add_frontier(folder / "bundle", summarise(folder / RESULTS))
     write_page(runs=[str(folder)], trust_remote_code=stages["eval"]["trust_remote_code"])
-    print(f"\ndone in {_clock(time.monotonic() - began)}")
+    print(f"\ndone in {duration(time.monotonic() - began)}")
     for name, meaning in WRITTEN.items():
         print(f"  {folder / name}  ({meaning})")
 
@@ -183,8 +184,10 @@ def _rounds(
     options, data = stages["gather"], stages["train"]["data"]
 
     def gather_more(out: str, relaxation: str, first: int) -> None:
+        # A head so far is to lose little, so its texts seldom fail.
+        go_on = options["go_on"] or relaxation != options["relaxation"]
         first += options["first_sample"]
-        gather(out=out, relaxation=relaxation, first_sample=first)
+        gather(out=out, relaxation=relaxation, first_sample=first, go_on=go_on)
 
     def fit(traces: list[str], out: str) -> None:
         _stage(stages, "train", out=out, data=replace(data, traces=traces))
@@ -284,7 +287,8 @@ def _refuse_bad(
     places = {stage: dict.fromkeys(decided, out) for stage, decided in DECIDED.items()}
     asked = {stage: filled(command(stage), stages[stage] | places[stage]) for stage in DECIDED}
     train = stages["train"]
-    parse(stages["gather"]["relaxation"])
+    if stages["gather"]["relaxation"] != AUTO:
+        parse(stages["gather"]["relaxation"])
     asked["eval"]["grid"].cells()
     if ";" in out:
         raise ValueError(
@@ -329,8 +333,3 @@ def _refuse_several_processes(trainer: dict[str, Any]) -> None:
             f" {trainer['devices']} and num_nodes {trainer['num_nodes']}; run the stages one by"
             " one, of which gather and train share their work"
         )
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -9,12 +9,23 @@ same bytes, and so does one that several processes share.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..files import SCORING, Progress, versions, within
+from ..files import (
+    SCORING,
+    SETTINGS_FORMAT,
+    Progress,
+    duration,
+    versions,
+    within,
+    write_object,
+)
 from ..runtime.bundle import head_sha256
 from ..runtime.engine import check_prompts
 from ..runtime.forward import Pair
@@ -22,17 +33,23 @@ from ..runtime.groups import Models, SharedRun, check_filters
 from ..runtime.relaxer import contents, load_relaxer
 from ..runtime.rollouts import Sample, Sampler
 from ..runtime.sampling import Sampling
+from ..verifier.head import FEATURES
 from ..verifier.relax import parse
 from .columns import bytes_per_token
+from .first_look import EVENTS, FirstLook, choose_weight
 from .prompts import checksum
 from .scores import mean_log_probability
 from .selection import SplitPrompts
 from .shards import ShardFolder
 from .tasks import Example, Task
-from .traces import MANIFEST, Shard, read_shard, write_shard
+from .traces import MANIFEST, Shard, read_shard, shard_name, write_shard
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
+AUTO = "auto"
+CHOICE = "auto.json"  # in the folder of traces: the weights that were tried, and the chosen one
+NUMBERS = len(FEATURES) + 1  # of a linear head on the features of the rows
+STEPS = (1, 5)  # new tokens of the two timings whose difference is that of decoding steps
 
 
 @dataclass(frozen=True)
@@ -44,20 +61,25 @@ class Rollouts:
         first_sample: number of a prompt's first text; texts of other numbers are other texts of the
             same prompts.
         relaxation: what texts are sampled from, such as none, ensemble:0.3 (w is the DRAFT's share)
-            or a bundle folder.
+            or a bundle folder; or auto: ensemble, at temperature 0 coin, with the weight at which
+            about half of the texts that the target gets right still succeed, chosen by trials on
+            the first unit.
         sampling: temperature, top_k, top_p, min_p of both models.
+        go_on: gather all texts even if those of the first unit will teach little.
     """
 
     samples: int = 4
     first_sample: int = 0
     relaxation: str = "ensemble:0.3"
     sampling: Sampling = Sampling()
+    go_on: bool = False
 
     def __post_init__(self):
         within(1, MOST_SAMPLES, samples=self.samples)
         within(0, MOST_SAMPLES - self.samples, first_sample=self.first_sample)
         check_filters(self.sampling)
-        if self.sampling.greedy and self.samples > 1 and parse(self.relaxation).name != "coin":
+        draws = self.relaxation == AUTO or parse(self.relaxation).name == "coin"
+        if self.sampling.greedy and self.samples > 1 and not draws:
             raise ValueError(
                 f"the {self.samples} `samples` of a prompt would be the same text at temperature 0,"
                 " where nothing is drawn; give --samples 1, or a relaxation coin:0.3, which draws"
@@ -92,10 +114,10 @@ def gather_traces(
     """
     within(0, MOST_SEED, seed=prompts.seed)
     folder = run.folder(MANIFEST)
-    parse(rollouts.relaxation)
+    if rollouts.relaxation != AUTO:
+        parse(rollouts.relaxation)
     run.use_threads()
     pair = models.load()
-    relaxer = load_relaxer(rollouts.relaxation, pair, rollouts.sampling)
     task = prompts.load()
     new_tokens = prompts.max_new_tokens or task.max_new_tokens
     most = room(pair, new_tokens)
@@ -121,82 +143,207 @@ def gather_traces(
         "threads": run.threads,
         "versions": versions(SCORING),
     }
-    rule = relaxer.rule
+
+    def writer(relaxation: str, samples: int = rollouts.samples) -> Writer:
+        relaxer = load_relaxer(relaxation, pair, rollouts.sampling)
+        sampler = Sampler(
+            pair,
+            relaxer,
+            rollouts.sampling,
+            new_tokens,
+            task.stop,
+            stored.hidden,
+            stored.store_logits,
+        )
+        begin = rollouts.first_sample
+        return Writer(sampler, task, encoded, samples, begin, prompts.seed)
+
+    if rollouts.relaxation == AUTO:
+        if not task.scores_text:
+            raise ValueError(
+                f"`relaxation` auto needs a task whose texts are right or wrong, and {task.name}"
+                " gives none a score; name one, such as ensemble:0.3"
+            )
+        settings["relaxation"] = _chosen(run, settings, rollouts, writer)
+    chosen = writer(settings["relaxation"])
+    rule = chosen.sampler.relaxer.rule
     if rule.blend == "logits":  # a bundle's card says so, and training must know
         settings["relaxation"] = str(rule)
     if head := head_sha256(rule.folder):
         settings["gate"] = head  # texts of two heads must not be mixed under one name
     settings["contents"] = contents([rule])
-    sampler = Sampler(
-        pair, relaxer, rollouts.sampling, new_tokens, task.stop, stored.hidden, stored.store_logits
-    )
-    return _Gathering(ShardFolder(folder, settings), sampler, task, encoded).run()
+    return _Gathering(ShardFolder(folder, settings), chosen, rollouts.go_on).run()
 
 
-class _Gathering:
-    """One process's part of a folder of traces."""
+@dataclass(frozen=True)
+class Writer:
+    """Samples and scores texts.
 
-    def __init__(self, shards: ShardFolder, sampler: Sampler, task: Task, prompts: list[list[int]]):
-        self.shards, self.settings, self.sampler = shards, shards.settings, sampler
-        self.task, self.prompts = task, prompts
+    prompts:      token ids of each, with the task's examples.
+    samples:      texts for each prompt; first_sample: number of a prompt's first one.
+    """
 
-    def run(self) -> Path:
-        shards, folder = self.shards, self.shards.folder
-        with folder.held():
-            missing = shards.begin(lambda entry, whole: read_shard(folder.path, entry, whole))
-            if missing:
-                print(self._estimate(len(missing)))
-                self._gather(missing)
-            else:
-                print(f"{folder.path}: traces are complete, nothing to gather")
-            shards.finish()
-        return folder.path
+    sampler: Sampler
+    task: Task
+    prompts: list[list[int]]
+    samples: int
+    first_sample: int
+    seed: int
 
-    def _estimate(self, units: int) -> str:
-        s, out = self.settings, self.shards.folder.path
-        texts = min(units * s["unit"], s["prompts"]) * s["samples"]
-        numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
-        each = bytes_per_token(numbers, s["store_logits"])
-        most = texts * s["max_new_tokens"] * each
-        free = shutil.disk_usage(out).free
-        warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
-        return (
-            f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a"
-            f" token: at most {most / 1e6:,.1f} MB in {out}{warning}"
-        )
-
-    def _gather(self, missing: list[range]) -> None:
-        shards, share = self.shards, len(self.shards.share)
-        with Progress("gather", share, share - len(missing)) as progress:
-            for unit in missing:
-                shard = self._unit(unit)
-                shards.add(write_shard(shards.folder.path, shards.number(unit), shard))
-                progress.add(tokens=shard.tokens)
-        print(
-            f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"
-            " (sampled tokens, the end token included)"
-        )
-
-    def _unit(self, unit: range) -> Shard:
-        """Sample and score one unit of prompts."""
-        samples, seed = self.settings["samples"], self.settings["seed"]
-        begin = self.settings["first_sample"]
+    def unit(self, unit: range) -> Shard:
+        """The texts of some of the prompts."""
+        samples = self.samples
         texts = self.sampler.run(
-            {number: self.prompts[number] for number in unit},
-            samples,
-            lambda prompt, sample: (seed << 44) ^ (prompt << 16) ^ (begin + sample),
+            {number: self.prompts[number] for number in unit}, samples, self._number
         )
         owners = [number for number in unit for _ in range(samples)]
         examples = self.task.examples
         rewards = [
             self._reward(text, examples[owner]) for text, owner in zip(texts, owners, strict=True)
         ]
-        return as_shard(texts, owners, [begin + i % samples for i in range(len(texts))], rewards)
+        numbers = [self.first_sample + i % samples for i in range(len(texts))]
+        return as_shard(texts, owners, numbers, rewards)
+
+    def seconds_a_step(self, rows: int) -> float:
+        """Of a decoding step with so many texts, timed on the first prompt."""
+        seconds = []
+        for steps in STEPS:
+            began = time.monotonic()
+            short = replace(self.sampler, max_new_tokens=steps)
+            short.run({0: self.prompts[0]}, rows, self._number)
+            seconds.append(time.monotonic() - began)
+        return max(seconds[1] - seconds[0], 0.0) / (STEPS[1] - STEPS[0])
+
+    def _number(self, prompt: int, sample: int) -> int:
+        return (self.seed << 44) ^ (prompt << 16) ^ (self.first_sample + sample)
 
     def _reward(self, text: Sample, example: Example) -> float:
         if not self.task.scores_text:
             return mean_log_probability(text.columns["target_prob"].tolist())
         return self.task.score(self.sampler.stops.cut(text.tokens), example)
+
+
+def _chosen(
+    run: SharedRun, settings: dict[str, Any], rollouts: Rollouts, writer: Callable[..., Writer]
+) -> str:
+    """The relaxation that trials on the first unit ask for. They stand in CHOICE, so nothing is
+    tried twice, and processes that share the folder wait for the first.
+    """
+    place = run.folder(CHOICE)
+    greedy = rollouts.sampling.greedy
+    name = "coin" if greedy else "ensemble"
+    unit = range(min(settings["unit"], settings["prompts"]))
+
+    with place.held(), place.turn():
+        state = place.begun()
+        if state:
+            place.refuse_others(state, settings)
+        elif begun := run.folder(MANIFEST).begun():
+            raise ValueError(
+                f"{run.out} was begun with relaxation {begun['relaxation']}, which auto may not"
+                " choose; give the same again to continue it, or choose another --out"
+            )
+        state = {"chosen": None, "tried": []} | SETTINGS_FORMAT | settings | state
+
+        def trial(weight: float) -> FirstLook:
+            for known in state["tried"]:
+                if known["weight"] == weight:
+                    return FirstLook(**known["look"])
+            relaxation = f"{name}:{weight}" if weight else "none"
+            samples = rollouts.samples if weight or not greedy else 1
+            look = FirstLook.of(writer(relaxation, samples).unit(unit))
+            print(f"auto, {relaxation}: {look}", flush=True)
+            state["tried"].append({"weight": weight, "look": asdict(look)})
+            write_object(place.path / CHOICE, state)
+            return look
+
+        exact = trial(0.0)
+        refuse(exact.cut(settings["max_new_tokens"]) or exact.failing(), rollouts.go_on)
+        weight, kept = choose_weight(trial)
+        state["chosen"] = f"{name}:{weight}"
+        write_object(place.path / CHOICE, state)
+    print(
+        f"auto chose {state['chosen']}: {kept:.0%} of the {exact.reward:.3f} that exact texts earn"
+        " was kept at the last weight that was tried, and half should be at this one"
+    )
+    return state["chosen"]
+
+
+def refuse(objection: str | None, go_on: bool) -> None:
+    """ValueError for what speaks against a gathering, or a note if it goes on all the same."""
+    if objection and not go_on:
+        raise ValueError(f"{objection}. What was gathered is kept; --go_on true continues as it is")
+    if objection:
+        print(f"note: {objection}", flush=True)
+
+
+class _Gathering:
+    """One process's part of a folder of traces."""
+
+    def __init__(self, shards: ShardFolder, writer: Writer, go_on: bool):
+        self.shards, self.settings, self.writer = shards, shards.settings, writer
+        self.go_on = go_on
+
+    def run(self) -> Path:
+        shards, folder = self.shards, self.shards.folder
+        with folder.held():
+            missing = shards.begin(lambda entry, whole: read_shard(folder.path, entry, whole))
+            if missing:
+                first = shards.share[0]
+                if first not in missing:
+                    entry = shards.entries[shard_name(shards.number(first))]
+                    self._look(read_shard(folder.path, entry, self.settings))
+                print(self._estimate(missing), flush=True)
+                self._gather(missing)
+            else:
+                print(f"{folder.path}: traces are complete, nothing to gather")
+            shards.finish()
+        return folder.path
+
+    def _estimate(self, missing: list[range]) -> str:
+        s, out = self.settings, self.shards.folder.path
+        texts = sum(map(len, missing)) * s["samples"]
+        numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
+        each = bytes_per_token(numbers, s["store_logits"])
+        most = texts * s["max_new_tokens"] * each
+        free = shutil.disk_usage(out).free
+        warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
+        step = self.writer.seconds_a_step(len(missing[0]) * s["samples"])
+        seconds = len(missing) * s["max_new_tokens"] * step
+        return (
+            f"{s['task']}: {texts} texts of at most {s['max_new_tokens']} tokens at {each} bytes a"
+            f" token: at most {most / 1e6:,.1f} MB in {out}{warning}, and {duration(seconds)} if"
+            " every text is as long as it may be. A linear head wants at least"
+            f" {2 * EVENTS * NUMBERS} texts, half of them failed ({EVENTS} of each kind for each"
+            f" of its {NUMBERS} numbers)"
+        )
+
+    def _look(self, shard: Shard) -> None:
+        """Say what the first unit says of all texts, and stop if they will teach little."""
+        look = FirstLook.of(shard)
+        needed = look.needed(NUMBERS)
+        wanted = f"; a linear head wants about {needed:,} such texts" if needed else ""
+        print(f"{look}{wanted}", flush=True)
+        refuse(look.objection(self.settings["max_new_tokens"]), self.go_on)
+
+    def _gather(self, missing: list[range]) -> None:
+        shards, share = self.shards, len(self.shards.share)
+        reward, finished, texts = 0.0, 0, 0
+        with Progress("gather", share, share - len(missing)) as progress:
+            for unit in missing:
+                shard = self.writer.unit(unit)
+                shards.add(write_shard(shards.folder.path, shards.number(unit), shard))
+                texts += shard.texts
+                reward += float(shard.reward.sum())
+                finished += int(shard.finished.sum())
+                what = f"gather (reward {reward / texts:.3f}, {finished / texts:.0%} finished)"
+                progress.add(tokens=shard.tokens, what=what)
+                if unit == shards.share[0] and len(missing) > 1:
+                    self._look(shard)
+        print(
+            f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"
+            " (sampled tokens, the end token included)"
+        )
 
 
 def as_shard(

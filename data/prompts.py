@@ -82,8 +82,12 @@ class TooLong(ValueError):
         self.tokens = tokens
 
 
-def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False) -> list[int]:
+def encode(
+    example: Example, tokenizer, max_prompt_tokens: int, chat: bool = False, earlier: Turns = ()
+) -> list[int]:
     """Token ids of the prompt, at most `max_prompt_tokens`; see `prompt_tokens`.
+
+    earlier: turns of a chat that stand before the prompt.
 
     The longest beginning of the article that fits is kept; TooLong if the prompt without any
     article is too long.
@@ -91,6 +95,9 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
 
     def tokens(kept: int) -> list[int]:
         text = example.before + example.article[:kept] + example.after
+        if earlier:
+            asked = {"role": "user", "content": text}
+            return prompt_tokens((*earlier, asked), tokenizer)
         return prompt_tokens(example.turns or text, tokenizer, chat)
 
     try:
@@ -115,9 +122,16 @@ def encode(example: Example, tokenizer, max_prompt_tokens: int, chat: bool = Fal
 
 
 def encode_all(
-    examples: list[Example], tokenizer, most: int | None, room: int | None, chat: bool
+    examples: list[Example],
+    tokenizer,
+    most: int | None,
+    room: int | None,
+    chat: bool,
+    earlier: Turns = (),
 ) -> list[list[int]]:
     """Token ids of every prompt; ValueError that names those that are too long.
+
+    chat, earlier: see `encode`.
 
     most: the option `max_prompt_tokens`, None if the command has none.
     room: tokens that can be read beside the new ones, None if the caller looks at that.
@@ -126,7 +140,7 @@ def encode_all(
     found, refused = [], []
     for example in examples:
         try:
-            found.append(encode(example, tokenizer, limit, chat))
+            found.append(encode(example, tokenizer, limit, chat, earlier))
         except TooLong as error:
             refused.append(error)
     if not refused:

@@ -20,9 +20,10 @@ from typing import Any
 from ..assets.sums import problems
 from ..files import close_to, within
 from ..runtime.chat import Turns
-from . import layouts, sandbox
+from . import layouts, sandbox, shots
 from .prompts import PLACES, Example, check_template, encode, encode_all, fill
 from .scores import SCORES, missing
+from .shots import MOST_SHOTS, Shot
 from .sources import SPLITS, Blank, Hole, Source, hub_source, local_source, prompt_of, text_of
 
 SUMS_PROBLEMS = 1000  # without a limit
@@ -52,6 +53,9 @@ class DataOptions:
         chat: send the prompt through the tokenizer's chat template. A field with a conversation, a
             list of turns with `role` and `content`, goes there anyway; if its last turn is the
             assistant's, that turn is continued.
+        shots: worked examples in front of every prompt: rows of the training split with their
+            answers, in a chat as earlier turns. Which they are depends on the rows alone, and none
+            of them is asked.
         skip_incomplete: leave out rows that lack a text, or whose text or reference is empty or of
             another kind, and say how many there are.
     """
@@ -66,7 +70,11 @@ class DataOptions:
     stop: tuple[str, ...] | None = None
     max_new_tokens: int | None = None
     chat: bool = False
+    shots: int = 0
     skip_incomplete: bool = False
+
+    def __post_init__(self):
+        within(0, MOST_SHOTS, **{"data.shots": self.shots})
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ class Kind:
     max_new_tokens: tokens a text may have, the end token included.
     hub: (repository, configuration). hub_splits: the splits that the hub has.
     layout: gives the row with these fields, if a file has others; see `layouts`.
+    answer: the field with a worked answer; by default the reference. shown: what an example shows
+        of it.
     code: an answer is a program. Its fields are made by the layout, so no option names others.
     languages: the template names the languages of the fields, whose names end in their codes.
     """
@@ -94,6 +104,8 @@ class Kind:
     hub: tuple[str, str | None] | None = None
     hub_splits: tuple[str, ...] = SPLITS
     layout: layouts.Layout = layouts.as_it_is
+    answer: str | None = None
+    shown: Callable[[str], str] = str.strip
     code: bool = False
     languages: bool = False
 
@@ -153,6 +165,7 @@ TASKS = {
         hub=("openai/gsm8k", "main"),
         hub_splits=("train", "test"),
         layout=layouts.spec_bench("math_reasoning", "question", "answer"),
+        shown=shots.without_calculator,
     ),
     "cnndm": Kind(
         "Article: {article}\n\nSummarize the above article in three sentences.\nSummary:",
@@ -196,6 +209,8 @@ TASKS = {
         max_new_tokens=512,
         hub=("google-research-datasets/mbpp", "full"),
         layout=layouts.mbpp,
+        answer="code",
+        shown=shots.until_done,
         code=True,
     ),
     "humaneval": Kind(
@@ -299,6 +314,7 @@ class Task:
     max_new_tokens: tokens a text may have, the end-of-text included.
     split:          of its rows. source: one line: which rows these are, out of which file.
     options:        how the rows were read.
+    shots:          the worked examples in front of every prompt.
     """
 
     name: str
@@ -309,11 +325,13 @@ class Task:
     split: str
     source: str
     options: DataOptions
+    shots: tuple[Shot, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides prompts, stops and scores, for the settings of a folder."""
         rows = json.dumps([astuple(example) for example in self.examples])
+        shown = {"shots": [shot.id for shot in self.shots]} if self.shots else {}
         return {
             "task": self.name,
             "source": self.source,
@@ -321,6 +339,7 @@ class Task:
             "metric": self.metric,
             "data": asdict(self.options),
             "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
+            **shown,
         }
 
     @property
@@ -344,11 +363,16 @@ class Task:
 
     def encode(self, example: Example, tokenizer, max_prompt_tokens: int) -> list[int]:
         """Token ids of the prompt, at most `max_prompt_tokens`; see `data.prompts.encode`."""
-        return encode(example, tokenizer, max_prompt_tokens, self.options.chat)
+        return encode(example, tokenizer, max_prompt_tokens, self.options.chat, self._turns())
 
     def encode_all(self, tokenizer, most: int | None, room: int | None = None) -> list[list[int]]:
         """Token ids of every prompt; see `data.prompts.encode_all`."""
-        return encode_all(self.examples, tokenizer, most, room, self.options.chat)
+        chat, turns = self.options.chat, self._turns()
+        return encode_all(self.examples, tokenizer, most, room, chat, turns)
+
+    def _turns(self) -> Turns:
+        """The turns before every prompt; a plain prompt holds the worked examples itself."""
+        return shots.as_turns(self.shots) if self.options.chat else ()
 
 
 def load_task(
@@ -376,8 +400,15 @@ def load_task(
     within(0, seed=seed)
     if kind.score == "pass_at_1":
         sandbox.check()
-    load = _sums if name == "sums" else _rows
-    examples, source = load(kind, options, split, limit, seed)
+    shown: list[Shot] = []
+    if name == "sums":
+        examples, source = _sums(kind, options, split, limit, seed)
+    else:
+        if options.shots:
+            shown = _shots(kind, options)
+        examples, source = _rows(kind, options, split, limit, seed, shown)
+        if not options.chat:
+            examples = shots.in_front(kind.template, shown, examples)
     return Task(
         name,
         examples,
@@ -387,13 +418,15 @@ def load_task(
         split,
         source,
         options,
+        tuple(shown),
     )
 
 
 def _sums(
     kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int
 ) -> tuple[list[Example], str]:
-    for option in ("path", "whole", "prompt_field", "article_field", "reference_field"):
+    own = ("path", "whole", "prompt_field", "article_field", "reference_field", "shots")
+    for option in own:
         if getattr(options, option):
             raise ValueError(
                 f"the task sums makes its own problems, leave out `data.{option}`; or use the task"
@@ -410,27 +443,75 @@ def _sums(
     return examples, f"{len(examples)} problems of sums, {split}, seed {seed}"
 
 
-def _rows(
-    kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int
-) -> tuple[list[Example], str]:
-    """The examples in their order, and which they are."""
-    import numpy
+def _shots(kind: Kind, options: DataOptions) -> list[Shot]:
+    """The worked examples: rows of the training split in an order that nothing but the rows
+    decides.
+    """
+    if not kind.reference:
+        raise ValueError(
+            "`data.shots` shows rows with their answers, and the score target_logprob reads none;"
+            " name `data.score` and `data.reference_field`"
+        )
+    if not kind.stop and not options.chat:
+        warnings.warn(
+            "with `data.shots` a text goes on behind its answer as the examples do; say with"
+            " `data.stop` where it ends",
+            stacklevel=4,
+        )
+    source = _source(kind, options, "train")
+    read = cache(partial(_read, kind, source, options.skip_incomplete, {}))
+    members = _members(source, "train", read)
+    found = []
+    for index in shots.order(len(members)):
+        usable = read(members[index])
+        if usable and len(found) < options.shots:
+            row = kind.layout(source.rows[members[index]], source.place(members[index]))
+            found.append(_shot(kind, row, usable[1]))
+    if len(found) < options.shots:
+        raise ValueError(
+            f"`data.shots` is {options.shots}, the training split of {source.name} holds"
+            f" {len(found)} rows"
+        )
+    return found
 
+
+def _shot(kind: Kind, row: dict[str, Any], example: Example) -> Shot:
+    if example.turns:
+        raise ValueError(
+            f"{example.id} holds a conversation; put worked examples into the conversations as"
+            " turns, without `data.shots`"
+        )
+    answer = text_of(row, kind.answer or kind.reference, example.id)
+    return Shot(example.prompt, kind.shown(answer), example.id)
+
+
+def _source(kind: Kind, options: DataOptions, split: str) -> Source:
+    """The rows of a split."""
     if options.path is not None:
-        source = local_source(Path(options.path), split, options.whole)
-    elif kind.hub is not None:
-        source = hub_source(*kind.hub, kind.hub_splits, split, options.whole)
-    else:
+        return local_source(Path(options.path), split, options.whole)
+    if kind.hub is None:
         raise ValueError(
             "the task jsonl needs `data.path`, a .jsonl or .json file or a folder of them"
         )
+    return hub_source(*kind.hub, kind.hub_splits, split, options.whole)
+
+
+def _rows(
+    kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int, shown: list[Shot]
+) -> tuple[list[Example], str]:
+    """The examples in their order, and which they are; those that are shown are not asked."""
+    import numpy
+
+    source = _source(kind, options, split)
     holes: dict[int, str] = {}
     read = cache(partial(_read, kind, source, options.skip_incomplete, holes))
     members = _members(source, split, read)
     order = numpy.random.default_rng(seed).permutation(len(members))
     found = (read(members[i]) for i in order)
     usable = (text_and_example[1] for text_and_example in found if text_and_example)
-    examples = list(islice(usable, limit))
+    prompts = {shot.prompt for shot in shown}
+    asked = (example for example in usable if example.prompt not in prompts)
+    examples = list(islice(asked, limit))
     what = f"the {split} split of {source.name}"
     first = holes[min(holes)] if holes else ""
     if not examples:

@@ -86,7 +86,7 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
     """Write shard number `index`; its entry for the manifest: file, sha256, texts, tokens. Same
     shard, same bytes.
     """
-    path = Path(folder) / f"shard-{index:05d}.safetensors"
+    path = Path(folder) / shard_name(index)
     _check(shard.columns, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # No metadata: safetensors writes several entries in random order, and equal shards should have
@@ -98,6 +98,11 @@ def write_shard(folder: str | Path, index: int, shard: Shard) -> dict:
         "texts": shard.texts,
         "tokens": shard.tokens,
     }
+
+
+def shard_name(index: int) -> str:
+    """The file name of shard number `index`."""
+    return f"shard-{index:05d}.safetensors"
 
 
 def write_manifest(folder: str | Path, manifest: dict, name: str = MANIFEST) -> Path:

@@ -145,7 +145,7 @@ CASES = {
         DATA | MODELS | SAMPLING | PROMPTS
         | {"split": "validation", "samples": "3", "first_sample": "1", "relaxation": "ensemble:0.3", "hidden": "true",
            "store_logits": "2", "unit": "2"},
-        ANYWHERE | {"out": PLACE, "num_shards": SHARE, "shard_index": SHARE},
+        ANYWHERE | {"out": PLACE, "num_shards": SHARE, "shard_index": SHARE, "go_on": "decides whether a command ends early, not a byte"},
         FILES,
     ),
     "eval": Case(

@@ -98,7 +98,8 @@ def distill_draft(
         traces = Path(material.traces or folder / "traces")
         if trained.layers:
             models = replace(models, draft=cut_draft(traces.parent, models, trained.layers))
-        texts = Rollouts(material.samples, relaxation="none", sampling=material.sampling)
+        sampling = material.sampling
+        texts = Rollouts(material.samples, relaxation="none", sampling=sampling, go_on=True)
         split = SplitPrompts(**vars(prompts))
         alone = SharedRun(str(traces), run.threads, 1, 0)
         gather_traces(alone, models, split, texts, Stored(unit=UNIT))

@@ -28,7 +28,7 @@ except ImportError:
 SECONDS = 60
 SMALL = "--max_new_tokens 6"
 MADE = {
-    "traces": f"gather --out traces --prompts 6 --unit 2 --samples 2 {SMALL}",
+    "traces": f"gather --out traces --prompts 6 --unit 2 --samples 2 --go_on true {SMALL}",
     "train": "train --data.traces traces --out train --trainer.max_epochs 2 --model.objective attribution",
     "bundle": "export --train train --out bundle",
     "eval": f"eval --out eval --prompts 4 --batch 2 {SMALL} --relaxations none bundle",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from diversed import cli
 
-GATHER = "gather --out out --prompts 12 --samples 2 --unit 2 --max_new_tokens 24"
+GATHER = "gather --out out --prompts 12 --samples 2 --unit 2 --max_new_tokens 24 --go_on true"
 TRAIN = "train --data.traces traces --out out --trainer.max_epochs 4 --model.objective attribution --data.batch 4"
 RUN = (
     "run --out out --rounds 2 --gather.prompts 12 --gather.samples 2 --gather.unit 4 --max_new_tokens 16 "
@@ -42,7 +42,7 @@ SELECT = (
 
 
 def _traces(folder: Path) -> None:
-    words = f"gather --out {folder / 'traces'} --prompts 12 --samples 2 --unit 4 --max_new_tokens 24"
+    words = f"gather --out {folder / 'traces'} --prompts 12 --samples 2 --unit 4 --max_new_tokens 24 --go_on true"
     assert end(start(words, folder))[0] == 0, (folder / "log").read_text()
 
 
