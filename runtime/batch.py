@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import chain_twin
+from .cache import PackedCache
 from .choosers import StepContext
 from .completion import Completion, Request, Stops
 from .drafting import DraftShape
@@ -26,6 +27,7 @@ from .step import Outcome, Rows, Step
 from .uniforms import uniforms
 
 PREFILL = 512
+SHARED = 16  # tokens of a common beginning that pay for the second call of a model
 SLOTS = 64  # caches grow and shrink by so many slots, so that most changes of requests move nothing
 # Random numbers of so many steps are computed together if a step needs at most MOST_LANES of them.
 AHEAD = 8
@@ -286,11 +288,29 @@ def padded(rows: list[list[int]], device: torch.device | str = "cpu") -> tuple[T
     return tokens, torch.tensor([len(row) for row in rows], device=device)
 
 
-def prefill(model: Model, tokens: Tensor, cache) -> None:
-    """Fill the cache with tokens [B, X], right-padded, in chunks of PREFILL; nothing later sees the
-    padding.
+def prefill(model: Model, tokens: Tensor, cache: PackedCache) -> None:
+    """Fill an empty cache with tokens [B, X], right-padded; nothing later sees the padding.
+
+    Equal rows are computed once, and so is the beginning that all rows share; both are copied.
     """
-    for start in range(0, tokens.shape[1], PREFILL):
+    if not tokens.shape[1]:
+        return
+    rows, inverse = tokens.unique(dim=0, return_inverse=True)
+    if len(rows) == len(tokens):
+        rows = tokens
+    shared = int((rows == rows[:1]).all(0).cumprod(0).sum())
+    begin = shared if len(rows) > 1 and shared >= SHARED else 0
+    _prefill(model, rows[:1, :begin], cache, 0)
+    if begin:
+        cache.select(torch.zeros(len(rows), dtype=torch.long, device=tokens.device))
+    _prefill(model, rows, cache, begin)
+    if len(rows) < len(tokens):
+        cache.select(inverse)
+
+
+def _prefill(model: Model, tokens: Tensor, cache: PackedCache, begin: int) -> None:
+    """Write the tokens [B, X] from position `begin` on, in chunks of PREFILL."""
+    for start in range(begin, tokens.shape[1], PREFILL):
         chunk = tokens[:, start : start + PREFILL]
         slot = torch.arange(start + chunk.shape[1], device=tokens.device)
         positions = slot[start:].expand(len(tokens), -1)

@@ -127,7 +127,7 @@ class PackedCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` [B'] int64."""
         if self.positions is not None:
-            self.positions = self.positions.index_select(0, rows)
+            self.positions = self.positions.index_select(0, rows.to(self.positions.device))
         for layer in self._filled():
             layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
             layer.values = layer.values.index_select(0, rows.to(layer.values.device))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from diversed import cli
-from diversed.data.gathering import _Gathering
+from diversed.data.gathering import Writer
 from diversed.eval.sweep import Cell, Sweep
 from diversed.runtime import groups
 from diversed.runtime.completion import BROKEN, Stops, Stream, beginning
@@ -95,7 +95,7 @@ def test_a_gathering_ends_its_texts_at_the_same_tokens_and_scores_the_same_text(
         scores_text=True, score=lambda answer, example: scored.append(answer) or 0.5
     )
     gathering = SimpleNamespace(task=task, sampler=sampler)
-    assert _Gathering._reward(gathering, sample, None) == 0.5 and scored == [text]
+    assert Writer._reward(gathering, sample, None) == 0.5 and scored == [text]
 
 
 def test_an_evaluation_scores_the_same_text_and_counts_the_same_tokens(case):
