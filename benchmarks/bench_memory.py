@@ -45,12 +45,14 @@ class Peaks:
         method: whose peak is measured.
         batches: prompts decoded together.
         contexts: tokens of a prompt.
+        shared: tokens at the beginning that all prompts have in common.
         new_tokens: tokens of each text where a peak is measured.
     """
 
     method: str = "token"
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
     contexts: list[int] = field(default_factory=lambda: [64, 256, 480])
+    shared: int = 0
     new_tokens: int = 16
 
 
@@ -107,8 +109,10 @@ def peak(models: Models, peaks: Peaks, size: tuple[int, int]) -> list[dict]:
     engine = Engine(pair, peaks.method)
     draw = random.Random(0)
     requests = {}
+    front = [draw.randrange(3, pair.vocab) for _ in range(min(peaks.shared, context))]
     for number in range(batch):
-        prompt = [draw.randrange(3, pair.vocab) for _ in range(context)]
+        own = [draw.randrange(3, pair.vocab) for _ in range(context - len(front))]
+        prompt = front + own
         requests[number] = Request(prompt, number, peaks.new_tokens)
         engine.check(number, requests[number])
     engine.run({0: Request(requests[0].tokens[:8], 0, 8)})

@@ -300,15 +300,15 @@ def prefill(model: Model, tokens: Tensor, cache: PackedCache) -> None:
         rows = tokens
     shared = int((rows == rows[:1]).all(0).cumprod(0).sum())
     begin = shared if len(rows) > 1 and shared >= SHARED else 0
-    _prefill(model, rows[:1, :begin], cache, 0)
+    write_prompts(model, rows[:1, :begin], cache, 0)
     if begin:
         cache.select(torch.zeros(len(rows), dtype=torch.long, device=tokens.device))
-    _prefill(model, rows, cache, begin)
+    write_prompts(model, rows, cache, begin)
     if len(rows) < len(tokens):
         cache.select(inverse)
 
 
-def _prefill(model: Model, tokens: Tensor, cache: PackedCache, begin: int) -> None:
+def write_prompts(model: Model, tokens: Tensor, cache: PackedCache, begin: int) -> None:
     """Write the tokens [B, X] from position `begin` on, in chunks of PREFILL."""
     for start in range(begin, tokens.shape[1], PREFILL):
         chunk = tokens[:, start : start + PREFILL]

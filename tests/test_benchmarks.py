@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diversed.benchmarks import bench_verify
+from diversed.benchmarks import bench_prefill, bench_verify
 from diversed.benchmarks.timing import in_turns, row, seconds
 from diversed.benchmarks.workload import Workload, call_after, drawn
 from diversed.runtime.drafting import topology
@@ -66,3 +66,10 @@ def test_verification_is_timed_beside_a_softmax_and_what_does_not_fit_is_named(c
     assert {found["case"].split(",")[0] for found in rows if "transformers" in found["vs"]} == {"token", "block"}
     assert bench_verify.run(methods=["token"], batches=[1], vocabularies=[40], most_gb=1e-9) == []
     assert "left out, they need more than 1e-09 GB: token, chain of 8, B = 1, V = 40" in capsys.readouterr().out
+
+
+def test_the_prefill_is_timed_with_the_beginning_computed_once_and_by_each_row():
+    rows = {found["case"]: found for found in bench_prefill.run(context=40, shared=36, batch=4, new_tokens=4, repetitions=1)}
+    assert rows.keys() == {f"{what}, {how}" for what in ("prefill and a step", "texts") for how in ("once", "by each")}
+    once, each = rows["prefill and a step, once"], rows["prefill and a step, by each"]
+    assert once["vs"] == {each["case"]: once["value"] / each["value"]} and "vs" not in each

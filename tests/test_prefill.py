@@ -44,7 +44,7 @@ def apart(monkeypatch):
     """A function that makes every row be computed from its beginning."""
 
     def plain(model, tokens, cache):
-        batch._prefill(model, tokens, cache, 0)
+        batch.write_prompts(model, tokens, cache, 0)
 
     def switch():
         monkeypatch.setattr(batch, "prefill", plain)
@@ -64,7 +64,7 @@ def test_the_cache_is_that_of_rows_computed_alone(pair):
     tokens, lengths = padded(PROMPTS)
     cache, _ = filled(pair, tokens)
     whole = pair.target.cache(64)
-    batch._prefill(pair.target, tokens, whole, 0)
+    batch.write_prompts(pair.target, tokens, whole, 0)
     for row, length in enumerate(lengths.tolist()):
         for layer, other in zip(cache.layers, whole.layers, strict=True):
             for found, right in ((layer.keys, other.keys), (layer.values, other.values)):
