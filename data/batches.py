@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -19,10 +20,13 @@ from torch.utils.data import Dataset, Sampler
 
 from ..verifier.relax import parse
 from .columns import COLUMNS, batched
+from .importance import harm
 from .traces import Shard, read_manifest, read_shard
 
 SCALARS, LOGITS = batched(), batched("logits")
-PADDED = (*SCALARS, *batched("hidden"), *LOGITS)
+HARM = "harm"  # what the labels say of it
+PADDED = {name: COLUMNS[name].padding for name in (*SCALARS, *batched("hidden"), *LOGITS)}
+PADDED[HARM] = torch.nan
 
 
 class Texts(Dataset):
@@ -33,7 +37,8 @@ class Texts(Dataset):
     Under DDP a rank may have no text left for the last batch. It gets a padding item, index ~i,
     which is a copy of text i with counts=False; the loss leaves it out.
 
-    reward: shard -> [S] what its texts earned.
+    reward: shard -> [S] what its texts earned. labels: whether labels of importance are not read,
+        read where there are some (as `harm`, [X] in [0, 1] or NaN), or needed in some folder.
 
     prompt, folder, length, reward: [S] int64, float32 the reward. group: [S] int64, equal for the
     texts of one prompt in one folder. start: [S] first position of a text. substituted: [X] bool.
@@ -46,9 +51,18 @@ class Texts(Dataset):
         reward: Callable[[Shard], Tensor],
         hidden: bool = False,
         logits: bool = False,
+        labels: Literal["no", "some", "all"] = "no",
     ):
         self._reward, self._hidden, self._logits = reward, hidden, logits
         self._kept = (*SCALARS, *LOGITS) if logits else SCALARS
+        labelled = [folder for folder in folders if read_manifest(folder).get("label")]
+        if labels == "all" and len(labelled) < len(folders):
+            bare = next(folder for folder in folders if folder not in labelled)
+            raise ValueError(
+                f"{bare} holds no labels of importance, which this objective learns from; gather"
+                " with --label counterfactual, or train by attribution"
+            )
+        self._labels = bool(labelled) and labels != "no"
         # The file of every text and its first position there, for hidden states.
         self._where: list[tuple[Path, int]] = []
         self._files: dict[Path, object] = {}
@@ -56,6 +70,8 @@ class Texts(Dataset):
             part for number, folder in enumerate(folders) for part in self._read(number, folder)
         ]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if self._labels:
+            self._kept = (*self._kept, HARM)
         self._columns = {name: columns[name] for name in self._kept}
         self.prompt, self.folder, self.length = (
             columns[name] for name in ("prompt", "folder", "length")
@@ -72,6 +88,7 @@ class Texts(Dataset):
             file = Path(folder) / entry["file"]
             shard = read_shard(folder, entry, manifest)
             _refuse_unusable(file, shard, manifest, self._hidden, self._logits)
+            harmful = {HARM: _harm(shard, manifest)} if self._labels else {}
             self._where += [(file, start) for start in shard.start[:-1].tolist()]
             yield {
                 **{name: getattr(shard, name) for name in self._kept},
@@ -79,6 +96,7 @@ class Texts(Dataset):
                 "reward": self._reward(shard),
                 "prompt": shard.prompt,
                 "folder": torch.full_like(shard.prompt, number),
+                **harmful,
             }
 
     def __len__(self) -> int:
@@ -94,6 +112,11 @@ class Texts(Dataset):
             item["hidden"] = self._open(file).get_slice("hidden")[first : first + length]
         item |= {name: column[index] for name, column in self.per_text.items()}
         return item | {"counts": torch.tensor(counts)}
+
+    @property
+    def harm(self) -> Tensor:
+        """[X] what the labels say of harm, in [0, 1] or NaN."""
+        return self._columns[HARM]
 
     def speed(self, chosen: Tensor) -> tuple[float, float]:
         """(step acceptance, expected substitutions a text) of the texts `chosen` [S] bool under
@@ -117,7 +140,7 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     length = torch.tensor([len(item["tv"]) for item in items])
     batch = {
         name: pad_sequence(
-            [item[name] for item in items], batch_first=True, padding_value=COLUMNS[name].padding
+            [item[name] for item in items], batch_first=True, padding_value=PADDED[name]
         )
         for name in PADDED
         if name in items[0]
@@ -158,6 +181,13 @@ class Order(Sampler):
             order = order[torch.randperm(len(order), generator=generator)]
         mine = order[self.rank :: self.world].tolist()
         return iter([*mine, ~int(order[0])] if self.lacks else mine)
+
+
+def _harm(shard: Shard, manifest: dict) -> Tensor:
+    """[X] the harm that a shard's labels say, NaN where there is none."""
+    if shard.label is None:
+        return torch.full_like(shard.tv, torch.nan)
+    return harm(shard.label, manifest["label"])
 
 
 def held_out(prompts: int, share: float, seed: int) -> Tensor:

@@ -23,8 +23,8 @@ class Column:
 
     axes: S texts, S+1, X positions, K stored logits, F features, H hidden numbers of both models.
     padding: value behind the end of a text in a batch; None if training does not read the column.
-    group: "" if every trace has the column, else what it is stored with: hidden or logits.
-    probability: whether its numbers lie in [0, 1].
+    group: "" if every trace has the column, else what it is stored with: hidden, logits, labels.
+    probability: whether its numbers lie in [0, 1]. holes: whether some may be NaN.
     """
 
     dtype: torch.dtype
@@ -33,6 +33,7 @@ class Column:
     padding: float | None = None
     group: str = ""
     probability: bool = False
+    holes: bool = False
 
 
 TEXTS, POSITIONS = ("S",), ("X",)
@@ -114,6 +115,20 @@ COLUMNS = {
         group="logits",
         probability=True,
     ),
+    "alternative": Column(
+        torch.int32,
+        POSITIONS,
+        "the token that the draft would put there, by the maximal coupling of both rows",
+        group="labels",
+    ),
+    "label": Column(
+        torch.float32,
+        POSITIONS,
+        "what is lost with that token, see `data.importance`; NaN where nothing was asked",
+        padding=torch.nan,
+        group="labels",
+        holes=True,
+    ),
 }
 REQUIRED = tuple(name for name, column in COLUMNS.items() if not column.group)
 
@@ -127,13 +142,13 @@ def batched(group: str = "") -> tuple[str, ...]:
     )
 
 
-def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0) -> int:
+def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0, labels: bool = False) -> int:
     """Bytes that a trace stores for one token; it does not depend on the vocabulary.
 
     hidden_numbers: H_draft + H_target if hidden states are stored, else 0.
     """
     sizes = {"X": 1, "F": len(FEATURES), "H": hidden_numbers, "K": store_logits}
-    stored = {"": True, "hidden": hidden_numbers > 0, "logits": store_logits > 0}
+    stored = {"": True, "hidden": hidden_numbers > 0, "logits": store_logits > 0, "labels": labels}
     return sum(
         column.dtype.itemsize * prod(sizes[axis] for axis in column.axes)
         for column in COLUMNS.values()

@@ -16,11 +16,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..verifier.head import FEATURES
 from .traces import Shard
 
 LEAST_FINISHED = 0.5
 LEAST_OF_A_KIND = 0.1  # of the texts succeed, and as many fail
 LEVEL = 0.05  # of the exact binomial tests
+NUMBERS = len(FEATURES) + 1  # of a linear head on the features of the rows
 EVENTS = 10  # failed and succeeded texts for each number that is learned, a rule of thumb
 FIRST_WEIGHT = 0.3
 KEPT = (0.25, 0.75)  # a trial in between tells c well enough
@@ -76,6 +78,11 @@ class FirstLook:
             f"first unit: {self.texts} texts, {self.finished / self.texts:.0%} finished, mean"
             f" reward {self.reward:.3f} ({alone}), {self.substitutions:.1f} substitutions a text"
         )
+
+    def said(self) -> str:
+        """The figures, and how many texts of this kind a linear head wants."""
+        needed = self.needed(NUMBERS)
+        return f"{self}; a linear head wants about {needed:,} such texts" if needed else str(self)
 
     def objection(self, limit: int) -> str | None:
         """Why more texts of this kind would teach little, None if nothing speaks against them.

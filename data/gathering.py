@@ -9,13 +9,11 @@ same bytes, and so does one that several processes share.
 from __future__ import annotations
 
 import shutil
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..files import (
     SCORING,
@@ -31,25 +29,22 @@ from ..runtime.engine import check_prompts
 from ..runtime.forward import Pair
 from ..runtime.groups import Models, SharedRun, check_filters
 from ..runtime.relaxer import contents, load_relaxer
-from ..runtime.rollouts import Sample, Sampler
+from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling
-from ..verifier.head import FEATURES
 from ..verifier.relax import parse
 from .columns import bytes_per_token
-from .first_look import EVENTS, FirstLook, choose_weight
+from .first_look import EVENTS, NUMBERS, FirstLook, choose_weight
+from .importance import Labeller, Labels
 from .prompts import checksum
-from .scores import mean_log_probability
 from .selection import SplitPrompts
 from .shards import ShardFolder
-from .tasks import Example, Task
 from .traces import MANIFEST, Shard, read_shard, shard_name, write_shard
+from .writing import Writer
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
 AUTO = "auto"
 CHOICE = "auto.json"  # in the folder of traces: the weights that were tried, and the chosen one
-NUMBERS = len(FEATURES) + 1  # of a linear head on the features of the rows
-STEPS = (1, 5)  # new tokens of the two timings whose difference is that of decoding steps
 
 
 @dataclass(frozen=True)
@@ -107,13 +102,20 @@ class Stored:
 
 
 def gather_traces(
-    run: SharedRun, models: Models, prompts: SplitPrompts, rollouts: Rollouts, stored: Stored
+    run: SharedRun,
+    models: Models,
+    prompts: SplitPrompts,
+    rollouts: Rollouts,
+    stored: Stored,
+    labels: Labels = Labels(),  # noqa: B008  frozen
 ) -> Path:
     """Sample texts under a relaxation and store what a head needs to learn from them; a folder that
     was begun with the same options is continued.
     """
     within(0, MOST_SEED, seed=prompts.seed)
     folder = run.folder(MANIFEST)
+    if labels.label:
+        rollouts = _without_relaxation(rollouts)
     if rollouts.relaxation != AUTO:
         parse(rollouts.relaxation)
     run.use_threads()
@@ -142,6 +144,7 @@ def gather_traces(
         "device": str(pair.target.device),
         "threads": run.threads,
         "versions": versions(SCORING),
+        **labels.settings,
     }
 
     def writer(relaxation: str, samples: int = rollouts.samples) -> Writer:
@@ -172,55 +175,18 @@ def gather_traces(
     if head := head_sha256(rule.folder):
         settings["gate"] = head  # texts of two heads must not be mixed under one name
     settings["contents"] = contents([rule])
-    return _Gathering(ShardFolder(folder, settings), chosen, rollouts.go_on).run()
+    worker = Labeller(chosen, labels) if labels.label else chosen
+    return _Gathering(ShardFolder(folder, settings), worker, rollouts.go_on).run()
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Samples and scores texts.
-
-    prompts:      token ids of each, with the task's examples.
-    samples:      texts for each prompt; first_sample: number of a prompt's first one.
-    """
-
-    sampler: Sampler
-    task: Task
-    prompts: list[list[int]]
-    samples: int
-    first_sample: int
-    seed: int
-
-    def unit(self, unit: range) -> Shard:
-        """The texts of some of the prompts."""
-        samples = self.samples
-        texts = self.sampler.run(
-            {number: self.prompts[number] for number in unit}, samples, self._number
+def _without_relaxation(rollouts: Rollouts) -> Rollouts:
+    """Texts of the target alone, which labels are about."""
+    if rollouts.relaxation not in (Rollouts.relaxation, "none"):
+        raise ValueError(
+            f"`label` is of the target's own texts, not of those of {rollouts.relaxation}; leave"
+            " `relaxation` out"
         )
-        owners = [number for number in unit for _ in range(samples)]
-        examples = self.task.examples
-        rewards = [
-            self._reward(text, examples[owner]) for text, owner in zip(texts, owners, strict=True)
-        ]
-        numbers = [self.first_sample + i % samples for i in range(len(texts))]
-        return as_shard(texts, owners, numbers, rewards)
-
-    def seconds_a_step(self, rows: int) -> float:
-        """Of a decoding step with so many texts, timed on the first prompt."""
-        seconds = []
-        for steps in STEPS:
-            began = time.monotonic()
-            short = replace(self.sampler, max_new_tokens=steps)
-            short.run({0: self.prompts[0]}, rows, self._number)
-            seconds.append(time.monotonic() - began)
-        return max(seconds[1] - seconds[0], 0.0) / (STEPS[1] - STEPS[0])
-
-    def _number(self, prompt: int, sample: int) -> int:
-        return (self.seed << 44) ^ (prompt << 16) ^ (self.first_sample + sample)
-
-    def _reward(self, text: Sample, example: Example) -> float:
-        if not self.task.scores_text:
-            return mean_log_probability(text.columns["target_prob"].tolist())
-        return self.task.score(self.sampler.stops.cut(text.tokens), example)
+    return replace(rollouts, relaxation="none")
 
 
 def _chosen(
@@ -251,7 +217,7 @@ def _chosen(
                     return FirstLook(**known["look"])
             relaxation = f"{name}:{weight}" if weight else "none"
             samples = rollouts.samples if weight or not greedy else 1
-            look = FirstLook.of(writer(relaxation, samples).unit(unit))
+            look = FirstLook.of(writer(relaxation, samples).unit(unit)[0])
             print(f"auto, {relaxation}: {look}", flush=True)
             state["tried"].append({"weight": weight, "look": asdict(look)})
             write_object(place.path / CHOICE, state)
@@ -280,7 +246,7 @@ def refuse(objection: str | None, go_on: bool) -> None:
 class _Gathering:
     """One process's part of a folder of traces."""
 
-    def __init__(self, shards: ShardFolder, writer: Writer, go_on: bool):
+    def __init__(self, shards: ShardFolder, writer: Writer | Labeller, go_on: bool):
         self.shards, self.settings, self.writer = shards, shards.settings, writer
         self.go_on = go_on
 
@@ -304,7 +270,7 @@ class _Gathering:
         s, out = self.settings, self.shards.folder.path
         texts = sum(map(len, missing)) * s["samples"]
         numbers = s["hidden"] * (s["target"]["hidden_size"] + s["draft"]["hidden_size"])
-        each = bytes_per_token(numbers, s["store_logits"])
+        each = bytes_per_token(numbers, s["store_logits"], "label" in s)
         most = texts * s["max_new_tokens"] * each
         free = shutil.disk_usage(out).free
         warning = "" if most < free else f"; only {free / 1e6:,.0f} MB are free there"
@@ -320,19 +286,19 @@ class _Gathering:
 
     def _look(self, shard: Shard) -> None:
         """Say what the first unit says of all texts, and stop if they will teach little."""
-        look = FirstLook.of(shard)
-        needed = look.needed(NUMBERS)
-        wanted = f"; a linear head wants about {needed:,} such texts" if needed else ""
-        print(f"{look}{wanted}", flush=True)
-        refuse(look.objection(self.settings["max_new_tokens"]), self.go_on)
+        said, objection = self.writer.look(shard)
+        print(said, flush=True)
+        refuse(objection, self.go_on)
 
     def _gather(self, missing: list[range]) -> None:
         shards, share = self.shards, len(self.shards.share)
-        reward, finished, texts = 0.0, 0, 0
+        reward, finished, texts, costs = 0.0, 0, 0, Counter()
         with Progress("gather", share, share - len(missing)) as progress:
             for unit in missing:
-                shard = self.writer.unit(unit)
-                shards.add(write_shard(shards.folder.path, shards.number(unit), shard))
+                shard, cost = self.writer.unit(unit)
+                entry = write_shard(shards.folder.path, shards.number(unit), shard)
+                shards.add(entry | cost)
+                costs.update(cost)
                 texts += shard.texts
                 reward += float(shard.reward.sum())
                 finished += int(shard.finished.sum())
@@ -344,22 +310,11 @@ class _Gathering:
             f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"
             " (sampled tokens, the end token included)"
         )
-
-
-def as_shard(
-    texts: list[Sample], prompts: list[int], samples: list[int], rewards: list[float]
-) -> Shard:
-    """The shard that stores these texts in this order."""
-    lengths = torch.tensor([0] + [len(text.tokens) for text in texts])
-    columns = {name: torch.cat([text.columns[name] for text in texts]) for name in texts[0].columns}
-    return Shard(
-        start=lengths.cumsum(0),
-        prompt=torch.tensor(prompts),
-        sample=torch.tensor(samples),
-        reward=torch.tensor(rewards, dtype=torch.float32),
-        finished=torch.tensor([text.finished for text in texts]),
-        **columns,
-    )
+        if costs:
+            print(
+                f"with labels {costs['generated']} tokens were generated, and {costs['forced']}"
+                " were read without generating any; prompts are not counted"
+            )
 
 
 def room(pair: Pair, new_tokens: int) -> int:

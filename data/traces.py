@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..fields import FLAG, OBJECT, TEXT, Field, fault, objects, whole
+from ..fields import FLAG, OBJECT, TEXT, Field, fault, objects, optional, whole
 from ..files import read_object, sha256, write_object, write_whole
 from ..runtime.sampling import is_neutral
 from ..verifier.head import FEATURES
@@ -58,6 +58,7 @@ FIELDS = {
     "prompts": whole(high=MOST_PROMPTS),
     "samples": whole(),
     "shards": objects(ENTRY),
+    "label": optional(OBJECT),
 }
 
 
@@ -223,8 +224,12 @@ def _check(tensors: dict[str, Tensor], path: Path, manifest: dict | None = None)
         manifest and (tensors["prompt"] >= manifest["prompts"]).any()
     ):
         refuse(f"`prompt` must count the {manifest['prompts'] if manifest else ''} prompts from 0")
-    if (tensors["token"] < 0).any() or (manifest and (tensors["token"] >= manifest["vocab"]).any()):
-        refuse("`token` lies outside the vocabulary")
+    for name in ("token", "alternative"):
+        tokens, vocab = tensors.get(name, tensors["token"]), manifest["vocab"] if manifest else None
+        if (tokens < 0).any() or (vocab and (tokens >= vocab).any()):
+            refuse(f"`{name}` lies outside the vocabulary")
+    if ("label" in tensors) != ("alternative" in tensors):
+        refuse("`label` and `alternative` must stand together")
     _check_numbers(tensors, refuse)
 
 
@@ -237,7 +242,8 @@ def _check_numbers(tensors: dict[str, Tensor], refuse) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or (name == "weight" and bare.all()):
             continue
-        if not torch.isfinite(tensor).all():
+        known = tensor[~tensor.isnan()] if COLUMNS[name].holes else tensor
+        if not torch.isfinite(known).all():
             refuse(f"`{name}` has numbers that are not finite")
         # float32 sums over a vocabulary of 1e5 may pass 1 by about 1e-5
         probability = COLUMNS[name].probability

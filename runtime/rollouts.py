@@ -21,7 +21,7 @@ from ..verifier.relax import Believed, on_target
 from .batch import padded, prefill, refuse_nan
 from .completion import Stops
 from .engine import check_prompts
-from .forward import Pair
+from .forward import Model, Output, Pair
 from .relaxer import Relaxer
 from .sampling import Sampling, beliefs, probabilities
 from .uniforms import uniforms
@@ -43,7 +43,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What stays the same for every batch of a gathering."""
+    """What stays the same for every batch of a gathering.
+
+    alternatives: also note the token that the draft would put at each position, by the maximal
+        coupling of target and draft; the relaxation must be none.
+    """
 
     pair: Pair
     relaxer: Relaxer
@@ -52,6 +56,7 @@ class Sampler:
     stop: tuple[str, ...] = ()
     hidden: bool = False
     store_logits: int = 0
+    alternatives: bool = False
 
     @cached_property
     def stops(self) -> Stops:
@@ -60,10 +65,16 @@ class Sampler:
 
     @torch.no_grad()
     def run(
-        self, prompts: dict[int, list[int]], samples: int, seed: Callable[[int, int], int]
+        self,
+        prompts: dict[int, list[int]],
+        samples: int,
+        seed: Callable[[int, int], int],
+        given: list[list[int]] | None = None,
     ) -> list[Sample]:
         """`samples` texts for every prompt, prompt by prompt; `seed(prompt, sample)` selects their
         random numbers.
+
+        given: the tokens of all texts, if they are to be read and not drawn.
         """
         pair, device = self.pair, self.pair.target.device
         check_prompts(pair, prompts, self.max_new_tokens)
@@ -76,7 +87,7 @@ class Sampler:
             prefill(model, tokens[:, :-1], cache)
             cache.select(repeat)
             caches.append(cache)
-        state = _Rows(
+        state = Rows(
             names=[index for index in prompts for _ in range(samples)],
             texts=torch.arange(len(repeat), device=device),
             seed=torch.tensor(
@@ -88,14 +99,17 @@ class Sampler:
             caches=caches,
             base=longest - 1,
         )
-        return self._texts(state, len(repeat))
+        return self._texts(state, len(repeat), given)
 
-    def _texts(self, state: _Rows, count: int) -> list[Sample]:
+    def _texts(self, state: Rows, count: int, given: list[list[int]] | None = None) -> list[Sample]:
         texts = [Sample() for _ in range(count)]
         steps: list[tuple[list[int], dict[str, Tensor]]] = []
         for position in range(self.max_new_tokens):
-            new, columns = self._step(state, position)
-            owners, chosen = state.texts.tolist(), new.tolist()
+            owners, told = state.texts.tolist(), None
+            if given:  # a row that has ended waits with any token
+                told = [(given[owner] + [0] * position)[position] for owner in owners]
+            new, columns = self._step(state, position, told)
+            chosen = new.tolist()
             steps.append((owners, {name: column.cpu() for name, column in columns.items()}))
             for row, owner in enumerate(owners):
                 text = texts[owner]
@@ -126,18 +140,19 @@ class Sampler:
         for text, part in zip(texts, parts, strict=True):
             text.columns = {name: torch.stack(values) for name, values in part.items()}
 
-    def _step(self, state: _Rows, position: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _step(
+        self, state: Rows, position: int, told: list[int] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """One token for every row: tokens [B] and the columns of the trace at this position, each
         [B, ...].
+
+        told: the tokens [B], if they are not drawn.
         """
         needs_hidden = self.hidden or self.relaxer.needs_hidden
-        slot = state.base + position
-        seen = torch.arange(slot + 1, device=state.length.device)
-        visible = (seen < state.length[:, None, None]) | (seen >= state.base)
-        where = (state.length + position).unsqueeze(1)
+        models = (self.pair.target, self.pair.draft)
         outs = [
-            model(state.last, where, visible, cache, slot, needs_hidden)
-            for model, cache in zip((self.pair.target, self.pair.draft), state.caches, strict=True)
+            state.forward(model, state.last, position, needs_hidden, side)
+            for side, model in enumerate(models)
         ]
         logits = [out.logits[:, 0].to(state.length.device) for out in outs]
         target, draft = (probabilities(values, self.sampling) for values in logits)
@@ -151,6 +166,8 @@ class Sampler:
         relaxed = self.relaxer(tree, hidden, believed=believing)
         coins = uniforms(state.seed, state.length + position + 1, 3)
         token, substituted = couple(target, relaxed.tree.target[:, 0], coins)
+        if told:
+            token = torch.tensor(told, device=token.device)
         if self.sampling.filters:  # the draft's row as it is blended
             kept = on_target(target, draft)
             draft = torch.where(kept.amax(-1, keepdim=True) > 0, kept, target)
@@ -165,6 +182,9 @@ class Sampler:
             "substituted": substituted,
             "features": logit_features(believed[1], believed[0]),
         }
+        if self.alternatives:
+            other, _ = couple(target, draft, coins)
+            columns["alternative"] = other.int()
         if self.hidden:
             parts = [part[:, 0].to(target.device) for part in hidden]
             columns["hidden"] = torch.cat(parts, -1).half()
@@ -174,7 +194,7 @@ class Sampler:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Rows of a batch between steps; `base` is the slot of the first root, the same for all."""
 
     names: list[int]
@@ -184,6 +204,20 @@ class _Rows:
     last: Tensor
     caches: list
     base: int
+
+    def forward(
+        self, model: Model, tokens: Tensor, position: int, hidden: bool = False, side: int = 0
+    ) -> Output:
+        """Run the model of cache number `side` on tokens [B, Q], of which the first is `position`
+        behind the root.
+        """
+        slot, device = self.base + position, self.length.device
+        ahead = torch.arange(tokens.shape[1], device=device)
+        seen = torch.arange(slot + len(ahead), device=device)
+        behind = (seen >= self.base) & (seen <= slot + ahead.unsqueeze(1))
+        visible = (seen < self.length[:, None, None]) | behind
+        where = (self.length + position).unsqueeze(1) + ahead
+        return model(tokens, where, visible, self.caches[side], slot, hidden)
 
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.length.device)

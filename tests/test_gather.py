@@ -17,9 +17,9 @@ from diversed.commands.gather import gather
 from diversed.commands.options import call
 from diversed.data import gathering
 from diversed.data.columns import bytes_per_token
-from diversed.data.gathering import as_shard
 from diversed.data.tasks import DataOptions
 from diversed.data.traces import read_manifest, read_shards
+from diversed.data.writing import as_shard
 from diversed.export.bundle_writer import write_bundle
 from diversed.export.card import make_card
 from diversed.files import sha256, worker

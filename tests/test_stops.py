@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from diversed import cli
-from diversed.data.gathering import Writer
+from diversed.data.writing import Writer
 from diversed.eval.sweep import Cell, Sweep
 from diversed.runtime import groups
 from diversed.runtime.completion import BROKEN, Stops, Stream, beginning
@@ -92,10 +92,10 @@ def test_a_gathering_ends_its_texts_at_the_same_tokens_and_scores_the_same_text(
     assert {len(column) for column in sample.columns.values()} == {count}
     scored = []
     task = SimpleNamespace(
-        scores_text=True, score=lambda answer, example: scored.append(answer) or 0.5
+        scores_text=True, examples=[None], score=lambda answer, example: scored.append(answer) or 0.5
     )
     gathering = SimpleNamespace(task=task, sampler=sampler)
-    assert Writer._reward(gathering, sample, None) == 0.5 and scored == [text]
+    assert Writer.reward(gathering, sample, 0) == 0.5 and scored == [text]
 
 
 def test_an_evaluation_scores_the_same_text_and_counts_the_same_tokens(case):

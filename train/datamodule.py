@@ -56,10 +56,16 @@ class TraceModule(LightningDataModule):
     seed:    decides the held-out prompts and the order of the texts.
     hidden:  read the hidden states, for a head that sees them.
     logits:  read the stored log-probabilities, for the blend of logits.
+    labels:  whether labels of importance are not read, read where there are some, or needed.
     """
 
     def __init__(
-        self, options: TraceOptions, seed: int = 0, hidden: bool = False, logits: bool = False
+        self,
+        options: TraceOptions,
+        seed: int = 0,
+        hidden: bool = False,
+        logits: bool = False,
+        labels: Literal["no", "some", "all"] = "no",
     ):
         super().__init__()
         if options.batch < 1:
@@ -76,6 +82,7 @@ class TraceModule(LightningDataModule):
         if options.reward not in REWARDS:
             raise ValueError(f"`reward` must be {' or '.join(REWARDS)}, got {options.reward!r}")
         self.options, self.seed, self.hidden, self.logits = options, seed, hidden, logits
+        self.labels = labels
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
@@ -104,7 +111,7 @@ class TraceModule(LightningDataModule):
         if self.texts is not None:
             return
         reward = REWARDS[self.options.reward]
-        self.texts = Texts(self.folders, reward, self.hidden, self.logits)
+        self.texts = Texts(self.folders, reward, self.hidden, self.logits, self.labels)
         self.texts.per_text = compared(self.texts)
         validation = self.options.validation
         prompts = max(manifest["prompts"] for manifest in self.manifests)

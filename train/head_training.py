@@ -29,6 +29,7 @@ from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, wi
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import TrainerOptions, build_trainer, fit, quiet, sentences, settle
+from .losses import OBJECTIVES
 from .module import HeadModule, HeadOptions
 from .record import RECORD, refuse_other_head
 
@@ -73,7 +74,8 @@ def train(
     """
     model.check()
     with quiet(), sentences():
-        texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits")
+        labels = OBJECTIVES[model.objective].labels
+        texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits", labels)
         seed_everything(seed, verbose=False)
         module = HeadModule(model, texts.draft_hidden, texts.target_hidden)
         within(1, MOST_THREADS, threads=threads)
@@ -161,6 +163,18 @@ def _refuse_too_few(trainer: Trainer, model: HeadModule, data: TraceModule) -> N
             " compared with the mean of its prompt; gather with --samples 4, or train with"
             " --model.objective attribution"
         )
+    if model.objective.labels == "all":
+        told = data.texts.harm[~data.texts.harm.isnan()]
+        if not len(told) or told.min() == told.max():
+            what = (
+                f"all {len(told)} labels say {told[0]:g}"
+                if len(told)
+                else "no position is labelled"
+            )
+            raise ValueError(
+                f"{what} in {', '.join(map(str, data.folders))}, so there is nothing to learn"
+                " apart; gather more, or from another task"
+            )
     if model.patience and not (len(data.held_index) and trainer.limit_val_batches):
         raise ValueError(
             "`patience` waits for the loss on held-out prompts, and none are held out; give"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from .objectives import BLENDS, attribution, bounded, reinforce
+from .objectives import BLENDS, attribution, bounded, judge, reinforce
 
 PRICE_STEP = 0.05  # of the dual ascent
 
@@ -29,6 +29,7 @@ class Objective(nn.Module):
     compares: whether it compares the texts of a prompt, so that one text a prompt teaches nothing.
     harms:    whether exp(-logit) is the harm of a substitution, so that the reward at every
               threshold can be predicted.
+    labels:   whether it reads labels of importance: no, some if there are any, all it reads.
     """
 
     summary: ClassVar[str]
@@ -36,6 +37,7 @@ class Objective(nn.Module):
     blends: ClassVar[tuple[str, ...]] = ("probabilities",)
     compares: ClassVar[bool] = False
     harms: ClassVar[bool] = False
+    labels: ClassVar[Literal["no", "some", "all"]] = "no"
 
     def __init__(self, options: Any):
         super().__init__()
@@ -108,10 +110,11 @@ class Reinforce(Objective):
 
 
 class Attribution(Objective):
-    """The harm of a substitution, by maximum likelihood of the rewards."""
+    """The harm of a substitution, by maximum likelihood of the rewards and of the labels."""
 
-    summary = "ours: what a substitution costs, by maximum likelihood"
+    summary = "ours: what a substitution costs, by maximum likelihood of rewards and labels"
     harms = True
+    labels = "some"
 
     def first_logit(self, weight: Tensor) -> Tensor:
         """A harm of exp(-1), from where a few substitutions a text explain some failures."""
@@ -119,6 +122,20 @@ class Attribution(Objective):
 
     def forward(self, logit: Tensor, batch: dict[str, Tensor], over_all: Callable) -> Tensor:
         return attribution(logit, batch)
+
+
+class Judge(Objective):
+    """The odds of harm, by logistic regression on labels of importance."""
+
+    summary = "AutoJudge's: the odds of harm, from labels that `gather --label` wrote"
+    labels = "all"
+
+    def first_logit(self, weight: Tensor) -> Tensor:
+        """Even odds; nothing is known yet."""
+        return torch.zeros(())
+
+    def forward(self, logit: Tensor, batch: dict[str, Tensor], over_all: Callable) -> Tensor:
+        return judge(logit, batch)
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "reinforce": Reinforce,
     "attribution": Attribution,
     "bounded": Bounded,
+    "judge": Judge,
 }
 
 

@@ -22,6 +22,11 @@ over substitutions), a graded one as base minus that sum. Relaxing a position by
 acceptance and costs w TV h in expectation, so under any exchange rate the best head is a threshold
 on h; sigmoid(logit + bias) is one, softened, and `bias` moves it.
 
+Labels of importance (`data.importance`) say the same thing directly, position by position. If the
+traces hold some, `attribution` adds their log-likelihood under the same harm: a substitution spoils
+with probability 1 - exp(-h). `judge` (AutoJudge, arXiv 2504.20039) fits labels alone by logistic
+regression: the logit is minus the log odds of harm.
+
 `bounded` (ours) needs no rewards: most step acceptance for a bound on the nats of the target's
 log-likelihood that a text is expected to lose. A step relaxed by w loses w (E_q[-log p] - E_p[-log
 p]), which the stored features hold, and gains w TV acceptance; so the best head is a threshold on
@@ -43,6 +48,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..verifier.head import FEATURES
 
@@ -151,19 +157,51 @@ def over_positions(value: Tensor, mask: Tensor, how: str = "mean") -> Tensor:
 
 def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
     """Minus the mean log-likelihood of the rewards where all of the traces are 0 or 1, else their
-    mean squared error.
+    mean squared error; and of the labels, if there are any.
 
     logit: [B, T] of the head; exp(-logit) is the harm of a substitution there.
     trace: substituted and mask [B, T]; reward and base [B], base being what the target's own text
         of that prompt earns; graded [B] bool, whether any reward of the traces, not of this batch
-        alone, is neither 0 nor 1.
+        alone, is neither 0 nor 1; perhaps harm [B, T], see `labelled`.
     """
+    told = labelled_harm(logit, trace) if "harm" in trace else 0
     harm = torch.where(trace["mask"] & trace["substituted"], (-logit).clamp(-20, 5).exp(), 0).sum(1)
     reward, base = trace["reward"], trace["base"]
     if trace["graded"].any():
-        return (reward - base + harm).square().mean()
+        return (reward - base + harm).square().mean() + told
     success = base.clamp(TINY, 1 - 1e-6).log() - harm
-    return -torch.where(reward == 1, success, torch.log(-torch.expm1(success))).mean()
+    return told - torch.where(reward == 1, success, torch.log(-torch.expm1(success))).mean()
+
+
+def labelled(trace: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(harm [B, T] in [0, 1], 0 where there is no label; labelled [B, T] bool).
+
+    trace: harm [B, T], NaN where there is no label; mask [B, T].
+    """
+    known = trace["mask"] & ~trace["harm"].isnan()
+    return torch.where(known, trace["harm"], 0), known
+
+
+def labelled_harm(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
+    """[] minus the log-likelihood of the labels, sum over a text's and mean over texts, with
+    P(harm) = 1 - exp(-h) and h = exp(-logit); the squared error of h itself for graded rewards.
+    """
+    harm, known = labelled(trace)
+    rate = (-logit).clamp(-20, 5).exp()
+    if trace["graded"].any():
+        error = (rate - harm).square()
+    else:
+        error = (1 - harm) * rate - harm * torch.log(-torch.expm1(-rate))
+    return torch.where(known, error, 0).sum(1).mean()
+
+
+def judge(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
+    """[] cross-entropy of the labels, sum over a text's and mean over texts; P(harm) =
+    sigmoid(-logit).
+    """
+    harm, known = labelled(trace)
+    error = (1 - harm) * functional.softplus(-logit) + harm * functional.softplus(logit)
+    return torch.where(known, error, 0).sum(1).mean()
 
 
 def bounded(
