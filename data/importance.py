@@ -167,17 +167,16 @@ class _Unit:
         """Counterfactual labels, each for itself."""
         places = [(number, at) for number in self._right() for at in self._mismatches(number)]
         greedy = self.labeller.greedy
+        sides = ["alternative"] if greedy else ["alternative", "token"]
         branches = []
         for number, at in places:
             columns = self.texts[number].columns
-            tokens = (
-                [columns["alternative"]] if greedy else [columns["alternative"], columns["token"]]
-            )
-            for chosen in tokens:
+            for chosen in [columns[name] for name in sides]:
                 for again in range(self.labels.label_samples):
                     seed = self._seed(number, again)
                     branches.append(Branch(number, at, int(chosen[at]), seed))
-        scores = self._scores(branches).view(len(places), -1, self.labels.label_samples).mean(-1)
+        shape = len(places), len(sides), self.labels.label_samples
+        scores = self._scores(branches).view(shape).mean(-1)
         for (number, at), score in zip(places, scores.tolist(), strict=True):
             before = self.rewards[number] if greedy else score[1]
             self.label[number][at] = before - score[0]

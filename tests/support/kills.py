@@ -23,6 +23,10 @@ from pathlib import Path
 from diversed import cli
 
 GATHER = "gather --out out --prompts 12 --samples 2 --unit 2 --max_new_tokens 24 --go_on true"
+LABELS = (
+    "gather --out out --prompts 8 --samples 1 --unit 2 --max_new_tokens 24 --go_on true --sampling.temperature 0 "
+    "--data.score final_number --label suffix"
+)
 TRAIN = "train --data.traces traces --out out --trainer.max_epochs 4 --model.objective attribution --data.batch 4"
 RUN = (
     "run --out out --rounds 2 --gather.prompts 12 --gather.samples 2 --gather.unit 4 --max_new_tokens 16 "
@@ -54,6 +58,7 @@ def _prompts(folder: Path) -> None:
 # name -> (words, what has to be there before)
 SERIES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "gather": (GATHER, lambda folder: None),
+    "labels": (LABELS, lambda folder: None),
     "train": (TRAIN, _traces),
     "run --rounds": (RUN, lambda folder: None),
     "eval": (EVAL, lambda folder: None),
