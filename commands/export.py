@@ -39,7 +39,7 @@ def export(
         bias: added to the head's logit for good; larger is faster and further from the target;
             `;bias=` at run time is counted from there.
         any_pair: let the bundle be used with other models than it was trained for, with a warning;
-            for heads that read the two rows alone (features logits).
+            for heads that read no hidden states.
         results: results.jsonl of `diversed eval` with this head and these models, whose figures go
             on the card; can be added later.
         selector: folder of `diversed select`: the bundle holds its network too, for --branches.
@@ -52,9 +52,9 @@ def export(
     if not abs(bias) < LARGEST_BIAS:
         raise ValueError(f"`bias` must be a finite number, added to a logit, got {bias}")
     training, head = read_trained(train)
-    if any_pair and head.features != "logits":
+    if any_pair and head.needs_hidden:
         raise ValueError(
-            f"`any_pair` is for heads with features logits; the head in {train} reads"
+            f"`any_pair` is for heads that read no hidden states; the head in {train} reads"
             f" {head.features}, and the hidden states of other models mean something else"
         )
     if not overwrite and (known := calibrated_from(out)):

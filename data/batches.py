@@ -23,9 +23,9 @@ from .columns import COLUMNS, batched
 from .importance import harm
 from .traces import Shard, read_manifest, read_shard
 
-SCALARS, LOGITS = batched(), batched("logits")
+SCALARS, LOGITS, TOKENS = batched(), batched("logits"), batched("tokens")
 HARM = "harm"  # what the labels say of it
-PADDED = {name: COLUMNS[name].padding for name in (*SCALARS, *batched("hidden"), *LOGITS)}
+PADDED = {name: COLUMNS[name].padding for name in (*SCALARS, *batched("hidden"), *LOGITS, *TOKENS)}
 PADDED[HARM] = torch.nan
 
 
@@ -38,7 +38,8 @@ class Texts(Dataset):
     which is a copy of text i with counts=False; the loss leaves it out.
 
     reward: shard -> [S] what its texts earned. labels: whether labels of importance are not read,
-        read where there are some (as `harm`, [X] in [0, 1] or NaN), or needed in some folder.
+        read where there are some (as `harm`, [X] in [0, 1] or NaN), or needed in every folder.
+    tokens: whether the classes of tokens are read.
 
     prompt, folder, length, reward: [S] int64, float32 the reward. group: [S] int64, equal for the
     texts of one prompt in one folder. start: [S] first position of a text. substituted: [X] bool.
@@ -52,9 +53,10 @@ class Texts(Dataset):
         hidden: bool = False,
         logits: bool = False,
         labels: Literal["no", "some", "all"] = "no",
+        tokens: bool = False,
     ):
         self._reward, self._hidden, self._logits = reward, hidden, logits
-        self._kept = (*SCALARS, *LOGITS) if logits else SCALARS
+        self._kept = (*SCALARS, *LOGITS * logits, *TOKENS * tokens)
         labelled = [folder for folder in folders if read_manifest(folder).get("label")]
         if labels == "all" and len(labelled) < len(folders):
             bare = next(folder for folder in folders if folder not in labelled)
@@ -88,6 +90,11 @@ class Texts(Dataset):
             file = Path(folder) / entry["file"]
             shard = read_shard(folder, entry, manifest)
             _refuse_unusable(file, shard, manifest, self._hidden, self._logits)
+            if "token_features" in self._kept and shard.token_features is None:
+                raise ValueError(
+                    f"{file} holds no classes of tokens, which this head reads: an earlier version"
+                    " wrote it; gather again, or train one with --model.features logits"
+                )
             harmful = {HARM: _harm(shard, manifest)} if self._labels else {}
             self._where += [(file, start) for start in shard.start[:-1].tolist()]
             yield {

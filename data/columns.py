@@ -14,16 +14,19 @@ from math import prod
 
 import torch
 
-from ..verifier.head import FEATURES
+from ..verifier.features import FEATURES
+from ..verifier.token_features import COUNT
 
 
 @dataclass(frozen=True)
 class Column:
     """One column.
 
-    axes: S texts, S+1, X positions, K stored logits, F features, H hidden numbers of both models.
+    axes: S texts, S+1, X positions, K stored logits, F features, H hidden numbers of both models,
+        C numbers of token classes.
     padding: value behind the end of a text in a batch; None if training does not read the column.
-    group: "" if every trace has the column, else what it is stored with: hidden, logits, labels.
+    group: "" if every trace has the column, else what it is stored with: hidden, logits,
+        tokens, labels.
     probability: whether its numbers lie in [0, 1]. holes: whether some may be NaN.
     """
 
@@ -115,6 +118,13 @@ COLUMNS = {
         group="logits",
         probability=True,
     ),
+    "token_features": Column(
+        torch.uint8,
+        ("X", "C"),
+        "0 or 1, the classes of tokens before the position, see `verifier.token_features`",
+        padding=0,
+        group="tokens",
+    ),
     "alternative": Column(
         torch.int32,
         POSITIONS,
@@ -147,8 +157,9 @@ def bytes_per_token(hidden_numbers: int = 0, store_logits: int = 0, labels: bool
 
     hidden_numbers: H_draft + H_target if hidden states are stored, else 0.
     """
-    sizes = {"X": 1, "F": len(FEATURES), "H": hidden_numbers, "K": store_logits}
-    stored = {"": True, "hidden": hidden_numbers > 0, "logits": store_logits > 0, "labels": labels}
+    sizes = {"X": 1, "F": len(FEATURES), "H": hidden_numbers, "K": store_logits, "C": COUNT}
+    stored = {"": True, "tokens": True, "labels": labels}
+    stored |= {"hidden": hidden_numbers > 0, "logits": store_logits > 0}
     return sum(
         column.dtype.itemsize * prod(sizes[axis] for axis in column.axes)
         for column in COLUMNS.values()

@@ -31,6 +31,7 @@ from ..runtime.groups import Models, SharedRun, check_filters
 from ..runtime.relaxer import contents, load_relaxer
 from ..runtime.rollouts import Sampler
 from ..runtime.sampling import Sampling
+from ..runtime.vocabulary import token_table
 from ..verifier.relax import parse
 from .columns import bytes_per_token
 from .first_look import EVENTS, NUMBERS, FirstLook, choose_weight
@@ -144,6 +145,7 @@ def gather_traces(
         "device": str(pair.target.device),
         "threads": run.threads,
         "versions": versions(SCORING),
+        "token_table": token_table(pair.tokenizer, pair.vocab).sha256,
         **labels.settings,
     }
 

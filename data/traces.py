@@ -22,7 +22,8 @@ from torch import Tensor
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, objects, optional, whole
 from ..files import read_object, sha256, write_object, write_whole
 from ..runtime.sampling import is_neutral
-from ..verifier.head import FEATURES
+from ..verifier.features import FEATURES
+from ..verifier.token_features import COUNT
 from .columns import COLUMNS, REQUIRED
 
 FORMAT = 2  # 1: features of the rows as sampled, not of what the models believe
@@ -59,6 +60,7 @@ FIELDS = {
     "samples": whole(),
     "shards": objects(ENTRY),
     "label": optional(OBJECT),
+    "token_table": optional(TEXT),
 }
 
 
@@ -207,7 +209,8 @@ def _check(tensors: dict[str, Tensor], path: Path, manifest: dict | None = None)
             f"fields {', '.join(missing) or 'none'} are missing and {', '.join(unknown) or 'none'}"
             " are unknown"
         )
-    size = {"S": tensors["prompt"].numel(), "X": tensors["token"].numel(), "F": len(FEATURES)}
+    size = {"S": tensors["prompt"].numel(), "X": tensors["token"].numel()}
+    size |= {"F": len(FEATURES), "C": COUNT}
     size["S+1"] = size["S"] + 1
     if manifest and "hidden" in tensors:
         size["H"] = hidden_size(manifest)

@@ -135,7 +135,8 @@ def scored_rows(
         # A text is a chain; positions outside it look like places where the draft was not run, so
         # they cost nothing.
         parents = tuple(range(-1, len(position) - 1))
-        chain = DraftTree(following, parents, q * scored.unsqueeze(-1), p)
+        before = tokens[:, start : start + len(position)].to(device)
+        chain = DraftTree(before, parents, q * scored.unsqueeze(-1), p)
         believed = relaxer.beliefs(draft.logits.to(device), target.logits)
         relaxed = relaxer(chain, (draft.hidden, target.hidden), spent, believed)
         v = relaxed.tree.target

@@ -15,6 +15,7 @@ from ..runtime.bundle import CARD, EXAMPLE, FILES, Card, load_bundle, logits_of,
 from ..runtime.shape_network import FILES as SELECTOR
 from ..runtime.shape_network import read_selector_card
 from ..verifier.head import WeightHead
+from ..verifier.token_features import COUNT
 from .card import model_card, with_frontier
 from .repository import add_custom_generate
 
@@ -86,4 +87,6 @@ def _example(head: WeightHead, count: int = 6, vocab: int = 12) -> dict[str, tor
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     hidden = head.mean[:size] + head.std[:size] * torch.randn(count, size, generator=generator)
     example = {"draft": draft.contiguous(), "target": target.contiguous(), "hidden": hidden}
+    if head.needs_tokens:
+        example["tokens"] = torch.randint(2, (count, COUNT), generator=generator).float()
     return example | {"logit": logits_of(head, example)}

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import __version__
 from ..runtime.bundle import ROLES, Card, HeadCard
-from ..verifier.head import WeightHead
+from ..verifier.head import KINDS, WeightHead
 
 # Columns of `eval.summary.summarise` that go on a card.
 MEASURED = (
@@ -35,6 +35,7 @@ def make_card(head: WeightHead, training: dict[str, Any], draft_length: int, bia
         models={role: manifest[role] for role in ROLES},
         tokenizer=manifest["tokenizer"],
         vocab=manifest["vocab"],
+        token_table=manifest.get("token_table", "") if head.needs_tokens else "",
         head=HeadCard.of(head, settings.get("blend", "probabilities")),
         bias=bias,
         sampling=manifest["sampling"],
@@ -80,7 +81,7 @@ def model_card(card: Card) -> str:
         target_hash=target["hash"],
         draft_hash=draft["hash"],
         task=card.task,
-        features=_READS[card.head.features],
+        features=_reads(card),
         net=f"one hidden layer of {card.head.width}" if card.head.width else "linear",
         sampling=", ".join(
             f"{name.replace('_', '-')} {value:g}" for name, value in card.sampling.items()
@@ -91,7 +92,7 @@ def model_card(card: Card) -> str:
         transformers=_TRANSFORMERS if card.custom_generate else "",
         calibration=_calibration(card.calibration, card.metric),
         cost=_cost(card.frontier, card.metric),
-        portable=_PORTABLE if card.head.features == "logits" else _BOUND,
+        portable=_BOUND if "hidden" in KINDS[card.head.features] else _PORTABLE,
         versions=", ".join(f"{name} {number}" for name, number in card.versions.items()),
     )
 
@@ -99,12 +100,17 @@ def model_card(card: Card) -> str:
 _READS = {
     "hidden": "the last hidden states of both models",
     "logits": "numbers computed from both rows",
-    "both": "the last hidden states of both models and numbers computed from both rows",
+    "tokens": "the classes of the most likely tokens and of the token before",
 }
-_PORTABLE = (
-    "It reads only the two rows of probabilities: `any_pair=True` lets it be tried on another pair,"
-    " untested."
-)
+
+
+def _reads(card: Card) -> str:
+    """What the head reads, and the rule that it starts from."""
+    parts = " and ".join(_READS[part] for part in KINDS[card.head.features])
+    return f"{parts}; it corrects the rule {_code(card.head.offset)}" if card.head.offset else parts
+
+
+_PORTABLE = "It reads no hidden states: `any_pair=True` lets it be tried on another pair, untested."
 _BOUND = "It reads hidden states, so it works with these two models only."
 
 

@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..runtime.bundle import ROLES, Bundle, load_bundle
+from ..runtime.model import load_tokenizer
 from ..runtime.relaxer import Relaxer, bundle_relaxer, settled
 from ..runtime.sampling import Sampling
 from ..runtime.uniforms import uniforms
@@ -129,7 +132,7 @@ def chosen(text: str) -> tuple[Relaxation, Bundle | None]:
     if bundle.head.needs_hidden:
         raise ValueError(
             f"the head of bundle {rule.source} reads hidden states, and vLLM keeps none of the"
-            " draft; train one with features logits"
+            " draft; train one with features logits or logits+tokens"
         )
     rule = settled(rule, bundle)
     # A shard of a model has no fingerprint to compare with the card.
@@ -171,8 +174,10 @@ def relaxed_state(state: type) -> type:
 
     def custom_sampler(self, sampler):
         config = self.vllm_config
+        model = config.model_config
+        tokenizer = partial(load_tokenizer, model.tokenizer, model.trust_remote_code)
         return sampler, relaxed_sampler()(
-            sampler, config.speculative_config, self.device, wanted(config)
+            sampler, config.speculative_config, self.device, wanted(config), tokenizer
         )
 
     return type(f"Relaxed{state.__name__}", (state,), {"custom_sampler": custom_sampler})
@@ -201,11 +206,19 @@ class RelaxedVerify:
     Of B requests each has up to L drafted tokens; N = L + 1 nodes, node 0 the last committed token.
     """
 
-    def __init__(self, sampler, spec_config, device: torch.device, relaxation: str):
+    def __init__(
+        self,
+        sampler,
+        spec_config,
+        device: torch.device,
+        relaxation: str,
+        tokenizer: Callable[[], Any] = lambda: None,
+    ):
         super().__init__(sampler, spec_config, device)
         rule, bundle = chosen(relaxation)
+        words = tokenizer() if bundle and bundle.head.needs_tokens else None
         self.greedy, self.sampled = (
-            bundle_relaxer(rule, bundle, device, sampling)
+            bundle_relaxer(rule, bundle, device, sampling, words)
             if bundle
             else Relaxer(rule, sampling=sampling)
             for sampling in (GREEDY, SAMPLED)

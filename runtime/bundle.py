@@ -29,6 +29,7 @@ from torch import Tensor
 from ..fields import FLAG, OBJECT, TEXT, Field, fault, list_of, number, one_of, optional, whole
 from ..files import read_object, sha256, write_whole
 from ..verifier.head import FEATURES, KINDS, LARGEST_SIZE, WeightHead, logit_features
+from ..verifier.token_features import COUNT
 from .sampling import Sampling, is_neutral
 
 FORMAT = 2  # 1: a head was shown rows as sampled, not what the models believe
@@ -46,6 +47,7 @@ SHOWN = 3  # figures in a warning
 SIZES = ("draft_hidden", "target_hidden", "width")
 HEAD_FIELDS = {f"head.{name}": whole(0, LARGEST_SIZE) for name in SIZES}
 HEAD_FIELDS["head.features"] = one_of(*KINDS)
+HEAD_FIELDS["head.offset"] = optional(TEXT)
 # Of card.json; what is optional an older card may lack.
 FIELDS = HEAD_FIELDS | {
     "models.target.name": TEXT,
@@ -53,6 +55,7 @@ FIELDS = HEAD_FIELDS | {
     "sampling": OBJECT,
     "head.blend": optional(one_of("probabilities", "logits")),
     "tokenizer": optional(TEXT),
+    "token_table": optional(TEXT),
     "vocab": optional(whole(0)),
     "bias": optional(number()),
     "draft_length": optional(whole(0)),
@@ -77,15 +80,17 @@ class HeadCard:
     width: int
     feature_names: list[str] = field(default_factory=list)
     blend: str = "probabilities"
+    offset: str = ""
 
     @classmethod
     def of(cls, head: WeightHead, blend: str = "probabilities") -> HeadCard:
         names = list(FEATURES) if head.needs_logits else []
         sizes = (getattr(head, name) for name in SIZES)
-        return cls(head.features, *sizes, names, blend)
+        return cls(head.features, *sizes, names, blend, head.offset)
 
     def head(self) -> WeightHead:
-        return WeightHead(self.features, self.draft_hidden, self.target_hidden, self.width)
+        sizes = self.draft_hidden, self.target_hidden, self.width
+        return WeightHead(self.features, *sizes, self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,7 @@ class Card:
 
     models:       "target" and "draft" -> name, hash and hidden_size of the model.
     vocab:        tokens that both models share; tokenizer: its hash.
+    token_table:  checksum of the table of token classes, "" if the head does not read them.
     bias:         part of the head's weights, added to its logit at export or by `calibrate`.
     sampling:     fields of `Sampling` in training; draft_length: tokens drafted a step.
     training:     checksum of the traces, their relaxation, settings and figures of the training.
@@ -106,6 +112,7 @@ class Card:
     models: dict[str, dict[str, Any]]
     tokenizer: str = ""
     vocab: int = 0
+    token_table: str = ""
     head: HeadCard
     bias: float = 0.0
     sampling: dict[str, Any]
@@ -132,7 +139,8 @@ class Card:
         card = known_fields(cls, values | {"head": known_fields(HeadCard, values["head"])})
         if version == 1:
             card = card._read_anew(folder)
-        if card.head.features != "hidden" and card.head.feature_names != list(FEATURES):
+        reads = "logits" in KINDS[card.head.features] or card.head.offset
+        if reads and card.head.feature_names != list(FEATURES):
             raise ValueError(
                 f"bundle {folder} was trained on other features of the rows than this version"
                 f" computes: {card.head.feature_names} instead of {list(FEATURES)}; train the head"
@@ -149,7 +157,7 @@ class Card:
 
     def to_json(self) -> dict[str, Any]:
         """The values of card.json; `features` explains the numbers that the head reads."""
-        features = dict(FEATURES) if self.head.features != "hidden" else {}
+        features = dict(FEATURES) if self.head.feature_names else {}
         return {"format": FORMAT, **asdict(self), "features": features}
 
     def __getitem__(self, key: str) -> Any:
@@ -165,7 +173,7 @@ def refuse_other_rows(name: str, features: str, sampling: dict[str, Any]) -> Non
     """ValueError if a head of before format 2, trained at this sampling, reads numbers that are
     others now: no warning would make its weights right.
     """
-    if features != "hidden" and not is_neutral(sampling):
+    if "logits" in KINDS[features] and not is_neutral(sampling):
         raise ValueError(
             f"the head of {name} was trained on rows at {sampling}, and this version shows a head"
             " softmax(logits), which are other numbers; gather and train again"
@@ -200,8 +208,8 @@ def load_bundle(
     target, draft: the models (`runtime.forward.Model`) it will judge, or None to leave that
         unchecked.
     sampling: the `Sampling` it will be used at, or None; another one than in training only warns.
-    any_pair: accept models it was not trained for, with a warning; only heads with
-        features="logits" can be moved. A bundle that was exported with --any_pair accepts them by
+    any_pair: accept models it was not trained for, with a warning; only heads that read no hidden
+        states can be moved. A bundle that was exported with --any_pair accepts them by
         itself.
     """
     folder = Path(folder)
@@ -210,14 +218,14 @@ def load_bundle(
     _replay(folder, head)
     misfits = _misfits(card, {"target": target, "draft": draft})
     any_pair = any_pair or card.any_pair
-    if misfits and any_pair and head.features == "logits":
+    if misfits and any_pair and not head.needs_hidden:
         warnings.warn(
             f"bundle {folder} is used with models it was not trained for: {misfits}", stacklevel=2
         )
     elif misfits:
         hint = "train a head for this pair"
         if any_pair:
-            hint += " (any_pair=True is only for heads with features='logits')"
+            hint += " (any_pair=True is only for heads that read no hidden states)"
         raise ValueError(f"bundle {folder} does not fit these models: {misfits}; {hint}")
     if sampling is not None and (unmeasured := _unmeasured(card, sampling)):
         warnings.warn(f"bundle {folder} {unmeasured}", stacklevel=2)
@@ -319,6 +327,7 @@ def logits_of(head: WeightHead, example: dict[str, Tensor]) -> Tensor:
     return head(
         logit_features(example["draft"], example["target"]) if head.needs_logits else None,
         example["hidden"] if head.needs_hidden else None,
+        example["tokens"] if head.needs_tokens else None,
     )
 
 
@@ -326,6 +335,8 @@ def _replay(folder: Path, head: WeightHead) -> None:
     """Refuse a bundle whose head does not give again what it gave when it was exported."""
     size = head.draft_hidden + head.target_hidden if head.needs_hidden else 0
     wanted = {"draft": [6, 12], "target": [6, 12], "hidden": [6, size], "logit": [6]}
+    if head.needs_tokens:
+        wanted["tokens"] = [6, COUNT]
     example = read_tensors(folder / EXAMPLE, wanted)
     got, expected = logits_of(head, example), example["logit"]
     error = float((got - expected).abs().max())

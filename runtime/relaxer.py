@@ -30,6 +30,7 @@ from ..verifier.relax import Believed, Relaxation, parse, substitutions, uncheck
 from .bundle import Bundle, head_sha256, load_bundle
 from .forward import Pair
 from .sampling import Sampling, beliefs
+from .vocabulary import token_table
 
 Hidden = tuple[Tensor | None, Tensor | None]  # of draft and target, [..., H_draft], [..., H_target]
 NO_HIDDEN: Hidden = (None, None)
@@ -57,17 +58,19 @@ class Relaxer:
 
     rule:  the relaxation, its blend known.
     weigh: of a learned rule: (draft's rows, target's rows, hidden states or None) -> the draft's
-        share.
+        share; if `needs_tokens` with one argument more, the tokens before the contexts.
     needs_hidden: whether `weigh` reads hidden states.
+    needs_tokens: whether it reads the tokens before.
     checked: whether the host looks at what `weigh` returns; a captured step cannot hold it then.
     sampling: how the rows of the trees came from logits.
     """
 
     rule: Relaxation
-    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    weigh: Callable[..., Tensor] | None = None
     needs_hidden: bool = False
     checked: bool = False
     sampling: Sampling = Sampling()
+    needs_tokens: bool = False
 
     def __call__(
         self,
@@ -122,7 +125,8 @@ class Relaxer:
             draft, target = hidden
             both = torch.cat([draft.to(target.device), target], -1)
         rows = believed if self.believes else tree
-        weight = self.weigh(rows.draft, rows.target, both)
+        before = (tree.tokens,) if self.needs_tokens else ()
+        weight = self.weigh(rows.draft, rows.target, both, *before)
         return (weight > 0.5).to(weight.dtype) if self.rule.blend == "choice" else weight
 
     @property
@@ -182,7 +186,7 @@ def load_relaxer(relaxation: str | Relaxation, pair: Pair, sampling: Sampling) -
             "`learned` needs to know which head: give the bundle's folder, or package.module:NAME"
         )
     bundle = load_bundle(rule.folder, pair.target, pair.draft, sampling)
-    return bundle_relaxer(rule, bundle, pair.target.device, sampling)
+    return bundle_relaxer(rule, bundle, pair.target.device, sampling, pair.tokenizer)
 
 
 def bundle_relaxer(
@@ -190,14 +194,31 @@ def bundle_relaxer(
     bundle: Bundle,
     device: torch.device,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    tokenizer=None,
 ) -> Relaxer:
-    """The relaxer of a bundle's head."""
+    """The relaxer of a bundle's head; a head that reads tokens needs the pair's tokenizer."""
     head, bias = bundle.head.to(device), rule.bias or 0.0
+    table = None
+    if head.needs_tokens:
+        table = token_table(tokenizer, bundle.card.vocab)
+        if bundle.card.token_table not in ("", table.sha256):
+            raise ValueError(
+                f"bundle {bundle.folder} was trained with another tokenizer: the classes of its"
+                " tokens are others; use the pair that its card names"
+            )
+        table = table.to(device)
+
+    def weigh(
+        draft: Tensor, target: Tensor, hidden: Tensor | None, before: Tensor | None = None
+    ) -> Tensor:
+        return head.weight(draft, target, hidden, bias, before, table)
+
     return Relaxer(
         settled(rule, bundle),
-        lambda draft, target, hidden: head.weight(draft, target, hidden, bias),
+        weigh,
         head.needs_hidden,
         sampling=sampling,
+        needs_tokens=head.needs_tokens,
     )
 
 

@@ -15,9 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..verifier.head import logit_features
+from ..verifier.features import logit_features
 from ..verifier.law import DraftTree, inverse_cdf
 from ..verifier.relax import Believed, on_target
+from ..verifier.token_features import TokenTable
 from .batch import padded, prefill, refuse_nan
 from .completion import Stops
 from .engine import check_prompts
@@ -25,6 +26,7 @@ from .forward import Model, Output, Pair
 from .relaxer import Relaxer
 from .sampling import Sampling, beliefs, probabilities
 from .uniforms import uniforms
+from .vocabulary import token_table
 
 
 @dataclass
@@ -62,6 +64,11 @@ class Sampler:
     def stops(self) -> Stops:
         """The stop strings for this pair's tokenizer."""
         return Stops(self.pair.tokenizer, self.stop)
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """The classes of this pair's tokens."""
+        return token_table(self.pair.tokenizer, self.pair.vocab).to(self.pair.target.device)
 
     @torch.no_grad()
     def run(
@@ -158,6 +165,7 @@ class Sampler:
         target, draft = (probabilities(values, self.sampling) for values in logits)
         for rows, which in ((target, "target"), (draft, "draft")):
             refuse_nan(rows, which, state.names)
+        before = state.last[:, 0].to(target.device)
         hidden, believed = (outs[1].hidden, outs[0].hidden), (target, draft)
         if not self.sampling.neutral:
             believed = tuple(beliefs(values) for values in logits)
@@ -181,6 +189,7 @@ class Sampler:
             "weight": share if self.relaxer.mixes else torch.full_like(share, torch.nan),
             "substituted": substituted,
             "features": logit_features(believed[1], believed[0]),
+            "token_features": self.table.features(believed[1], believed[0], before).byte(),
         }
         if self.alternatives:
             other, _ = couple(target, draft, coins)

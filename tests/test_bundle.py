@@ -108,7 +108,7 @@ def test_only_a_head_on_rows_moves_to_another_pair_and_warns(bundle):
         with pytest.warns(UserWarning, match="models it was not trained for"):
             load_bundle(bundle, other, draft, any_pair=True)
     else:
-        with pytest.raises(ValueError, match="any_pair=True is only for heads with features='logits'"):
+        with pytest.raises(ValueError, match="any_pair=True is only for heads that read no hidden states"):
             load_bundle(bundle, other, draft, any_pair=True)
 
 
@@ -298,7 +298,7 @@ def test_a_bundle_exported_for_any_pair_says_so_and_warns_where_it_is_used(tmp_p
     with pytest.warns(UserWarning, match="is used with models it was not trained for: .*hash eeee"):
         load_bundle(tmp_path / "bundle", other, draft)
     trained(tmp_path / "hidden", "hidden")
-    with pytest.raises(ValueError, match="`any_pair` is for heads with features logits; the head in .* reads hidden"):
+    with pytest.raises(ValueError, match="`any_pair` is for heads that read no hidden states; the head in .* reads hidden"):
         export(train=str(tmp_path / "hidden"), out=str(tmp_path / "refused"), any_pair=True)
     assert not (tmp_path / "refused").exists()
 

@@ -38,7 +38,7 @@ ROUNDING = dict(rtol=0, atol=1e-6)
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    return str(synthetic_traces(tmp_path_factory.mktemp("traces"), prompts=10, samples=3, shards=2, hidden=(3, 5)))
+    return str(synthetic_traces(tmp_path_factory.mktemp("traces"), prompts=10, samples=3, shards=2, hidden=(3, 5), labels=True))
 
 
 def words(traces, out, head="reinforce", processes=1):

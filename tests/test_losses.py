@@ -18,11 +18,11 @@ from .support.training import train
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    return str(synthetic_traces(tmp_path_factory.mktemp("traces"), prompts=8, samples=4, shards=1))
+    return str(synthetic_traces(tmp_path_factory.mktemp("traces"), prompts=8, samples=4, shards=1, labels=True))
 
 
 def batch_of(traces):
-    data = TraceModule(TraceOptions(traces, 32, validation=0.0))
+    data = TraceModule(TraceOptions(traces, 32, validation=0.0), labels="some")
     data.setup()
     return next(iter(data.train_dataloader()))
 

@@ -220,7 +220,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind(tmp_path, monkeypa
 
 def test_a_shard_has_the_columns_of_the_table_and_no_others():
     shard = synthetic_shard(4)
-    assert set(REQUIRED) == shard.columns.keys() and shard.hidden is None
+    assert {*REQUIRED, "token_features"} == shard.columns.keys() and shard.hidden is None
     with pytest.raises(AttributeError, match="has no column `tvs`"):
         shard.tvs  # noqa: B018
     with pytest.raises(AssertionError, match="no columns: {'tvs'}"):

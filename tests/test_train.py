@@ -266,7 +266,7 @@ def test_the_likelihood_reward_is_the_targets_mean_log_probability_and_needs_no_
 
 def test_a_finished_run_says_what_the_head_is_and_where_it_came_from(finished, traces):
     training = json.loads((finished / "train.json").read_text())
-    assert training["head"] == {"features": "both", "draft_hidden": 3, "target_hidden": 5, "width": 4}
+    assert training["head"] == {"features": "both", "offset": "", "draft_hidden": 3, "target_hidden": 5, "width": 4}
     assert training["manifest"]["task"] == "made-up" and training["settings"]["lr"] == 0.01
     assert [row["epoch"] for row in training["figures"]] == [1, 2, 3]
     row = training["figures"][-1]
@@ -546,7 +546,7 @@ def test_traces_of_two_pairs_are_refused(traces, tmp_path):
     "words, sentence",
     [
         (["--model.widht", "4"], "did you mean `--model.width`"),
-        (["--model.features", "foo"], "`model.features` must be one of hidden, logits, both, got foo"),
+        (["--model.features", "foo"], "`model.features` must be one of hidden, logits, tokens, both, logits\\+tokens, tokens\\+hidden, logits\\+tokens\\+hidden, got foo"),
         (["--model.lr", "-1"], "`lr` must be a number of at least 0, got -1"),
         (["--data.validation", "1"], r"`validation` must be in \[0, 1\)"),
         (["--data.batch", "0"], "`batch` must be at least 1 text"),

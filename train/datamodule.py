@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from ..data.batches import Order, Texts, collate, parted
 from ..data.traces import MANIFEST, read_manifest
 from ..files import sha256
+from ..verifier.head import KINDS
+from .losses import OBJECTIVES
 from .rewards import REWARDS, compared
 
 # What one head can be trained for: every folder must have the same.
@@ -57,6 +59,7 @@ class TraceModule(LightningDataModule):
     hidden:  read the hidden states, for a head that sees them.
     logits:  read the stored log-probabilities, for the blend of logits.
     labels:  whether labels of importance are not read, read where there are some, or needed.
+    tokens:  read the classes of tokens, for a head that sees them.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class TraceModule(LightningDataModule):
         hidden: bool = False,
         logits: bool = False,
         labels: Literal["no", "some", "all"] = "no",
+        tokens: bool = False,
     ):
         super().__init__()
         if options.batch < 1:
@@ -82,7 +86,7 @@ class TraceModule(LightningDataModule):
         if options.reward not in REWARDS:
             raise ValueError(f"`reward` must be {' or '.join(REWARDS)}, got {options.reward!r}")
         self.options, self.seed, self.hidden, self.logits = options, seed, hidden, logits
-        self.labels = labels
+        self.labels, self.tokens = labels, tokens
         self.manifests = [read_manifest(folder) for folder in self.folders]
         self.checksums = [sha256(Path(folder) / MANIFEST) for folder in self.folders]
         _refuse_mixture(self.folders, self.manifests)
@@ -93,6 +97,14 @@ class TraceModule(LightningDataModule):
                 " expected one number; gather all with the same --store_logits"
             )
         self.texts: Texts | None = None
+
+    @classmethod
+    def of(
+        cls, options: TraceOptions, seed: int, features: str, blend: str, objective: str
+    ) -> TraceModule:
+        """With what a head of these features reads, trained for this blend by this objective."""
+        reads, labels = KINDS[features], OBJECTIVES[objective].labels
+        return cls(options, seed, "hidden" in reads, blend == "logits", labels, "tokens" in reads)
 
     @property
     def manifest(self) -> dict:
@@ -111,7 +123,7 @@ class TraceModule(LightningDataModule):
         if self.texts is not None:
             return
         reward = REWARDS[self.options.reward]
-        self.texts = Texts(self.folders, reward, self.hidden, self.logits, self.labels)
+        self.texts = Texts(self.folders, reward, self.hidden, self.logits, self.labels, self.tokens)
         self.texts.per_text = compared(self.texts)
         validation = self.options.validation
         prompts = max(manifest["prompts"] for manifest in self.manifests)

@@ -29,7 +29,6 @@ from ..files import MOST_THREADS, exclusive, read_settings, sha256, versions, wi
 from ..runtime.bundle import HEAD, SIZES, head_sha256, write_head
 from .datamodule import TraceModule, TraceOptions
 from .fit import TrainerOptions, build_trainer, fit, quiet, sentences, settle
-from .losses import OBJECTIVES
 from .module import HeadModule, HeadOptions
 from .record import RECORD, refuse_other_head
 
@@ -74,8 +73,8 @@ def train(
     """
     model.check()
     with quiet(), sentences():
-        labels = OBJECTIVES[model.objective].labels
-        texts = TraceModule(data, seed, model.needs_hidden, model.blend == "logits", labels)
+        model.check()
+        texts = TraceModule.of(data, seed, model.features, model.blend, model.objective)
         seed_everything(seed, verbose=False)
         module = HeadModule(model, texts.draft_hidden, texts.target_hidden)
         within(1, MOST_THREADS, threads=threads)
@@ -208,7 +207,7 @@ def _write_head(folder: Path, model: HeadModule, data: TraceModule, settings: di
     path = write_head(folder, head)
     trained = {
         "format": 1,
-        "head": {name: getattr(head, name) for name in ("features", *SIZES)},
+        "head": {name: getattr(head, name) for name in ("features", "offset", *SIZES)},
         "head_sha256": sha256(path),
         "settings": settings,
         "traces": [str(traces) for traces in data.folders],

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from ..files import within
-from ..runtime.bundle import HEAD, HeadCard, read_head
-from ..verifier.head import LARGEST_SIZE, WeightHead
+from ..files import read_object, within
+from ..runtime.bundle import CARD, HEAD, HeadCard, read_head
+from ..verifier.head import KINDS, LARGEST_SIZE, WeightHead
+from ..verifier.offsets import offset
 from .fit import Mean, Sum, Training
 from .losses import OBJECTIVES, at_least_0, own_options
 from .objectives import BLENDS, over_positions
+from .record import RECORD
 
 BINS = 20  # of the weight histogram, equal widths over [0, 1]
 FINE = 1000  # bins from which the quantiles of the weight are read
@@ -29,7 +31,10 @@ class HeadOptions(*own_options()):
 
     Args:
         features: what the head sees: hidden (last hidden states), logits (twelve numbers of the two
-            rows) or both.
+            rows), both, tokens (the classes of the most likely tokens and of the one before), or
+            tokens with others.
+        offset: rule without training that the head starts from and corrects: divergence:0.3 or
+            regret:0.5; null for a constant.
         width: size of one hidden layer, 0 for the paper's linear head.
         lr: highest learning rate of AdamW.
         warmup_steps: steps of linear warm-up (at most half of all steps), then a cosine to 0 at the
@@ -42,7 +47,8 @@ class HeadOptions(*own_options()):
             the head of the best epoch; 0 trains all epochs and keeps the last.
     """
 
-    features: Literal["hidden", "logits", "both"] = "logits"
+    features: Literal[tuple(KINDS)] = "logits"
+    offset: str | None = None
     width: int = 0
     lr: float = 5e-4
     warmup_steps: int = 10
@@ -61,6 +67,8 @@ class HeadOptions(*own_options()):
             value, known = getattr(self, name), get_args(hint)
             if get_origin(hint) is Literal and value not in known:
                 raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}")
+        if self.offset:
+            offset(self.offset)
         for objective in OBJECTIVES.values():
             objective.check(self)
         if self.blend not in OBJECTIVES[self.objective].blends:
@@ -81,7 +89,7 @@ class HeadOptions(*own_options()):
     @property
     def needs_hidden(self) -> bool:
         """Whether the head sees hidden states."""
-        return self.features != "logits"
+        return "hidden" in KINDS[self.features]
 
 
 class HeadModule(Training):
@@ -100,13 +108,13 @@ class HeadModule(Training):
             "target_hidden": target_hidden,
         }
         sizes = (draft_hidden, target_hidden) if options.needs_hidden else (0, 0)
-        self.head = WeightHead(options.features, *sizes, options.width)
+        self.head = WeightHead(options.features, *sizes, options.width, options.offset or "")
         self.objective = OBJECTIVES[options.objective](options)
         self.trained_on, self.held_out = HeadFigures(), HeadFigures()
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The head's logit [B, T] at every position of a batch."""
-        return self.head(batch["features"], batch.get("hidden"))
+        return logit_of(self.head, batch)
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self.trainer.ckpt_path is None:
@@ -129,7 +137,8 @@ class HeadModule(Training):
         self.head.standardise(features, hidden)
         last = self.head.net[-1] if self.head.width else self.head.net
         with torch.no_grad():
-            last.bias.fill_(self.objective.first_logit(weight))
+            # With an offset it starts as the rule itself.
+            last.bias.fill_(0.0 if self.options.offset else self.objective.first_logit(weight))
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         loss, accepted = self._judge(batch, self.trained_on)
@@ -195,6 +204,11 @@ class HeadModule(Training):
     def _total(self, value: Tensor) -> Tensor:
         """The sum of `value` over all processes."""
         return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")
+
+
+def logit_of(head: WeightHead, batch: dict[str, Tensor]) -> Tensor:
+    """[B, T] what a head says at every position of a batch."""
+    return head(batch["features"], batch.get("hidden"), batch.get("token_features"))
 
 
 class Histogram(Metric):
@@ -285,6 +299,14 @@ def _started(folder: Path, head: WeightHead) -> dict[str, Tensor]:
         raise FileNotFoundError(
             f"`start` {folder} holds no {HEAD}; give a folder of `diversed train` or a bundle"
         )
+    for name in (RECORD, CARD):
+        if (folder / name).is_file():
+            theirs = read_object(folder / name, "train it again").get("head", {}).get("offset", "")
+            if theirs != head.offset:
+                raise ValueError(
+                    f"`start` {folder} is a head with offset {theirs or 'none'}, the head to train"
+                    f" has {head.offset or 'none'}; give the same"
+                )
     try:
         found = read_head(folder, HeadCard.of(head), "the head to train has", "train it again")
     except ValueError as error:

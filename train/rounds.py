@@ -26,6 +26,7 @@ from torch import Tensor
 from ..files import write_whole
 from .datamodule import TraceModule, TraceOptions
 from .losses import OBJECTIVES
+from .module import logit_of
 from .record import read_trained
 
 BIASES = [step / 4 for step in range(-40, 17)]
@@ -98,7 +99,7 @@ def operating_point(train: Path, data: TraceModule, max_drop: float) -> tuple[fl
     base, texts = 0.0, 0
     with torch.no_grad():
         for batch in data.val_dataloader():
-            logit, graded = head(batch["features"], batch.get("hidden")), batch["graded"].any()
+            logit, graded = logit_of(head, batch), batch["graded"].any()
             expected = [predicted_rewards(logit, bias, batch, graded) for bias in BIASES]
             earned += torch.stack(expected).double().sum(1)
             base, texts = base + float(batch["base"].sum()), texts + len(logit)
@@ -138,9 +139,9 @@ def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], grad
 def _held_out(traces: list[str], train: Path) -> TraceModule:
     """The data as the training saw it; its held-out texts are those of the newest round alone."""
     settings = json.loads((train / "train.json").read_text())["settings"]
-    hidden, logits = settings["features"] != "logits", settings["blend"] == "logits"
     options = TraceOptions(traces, 64, settings["validation"], settings["reward"])
-    data = TraceModule(options, settings["seed"], hidden, logits)
+    kind = (settings[name] for name in ("seed", "features", "blend", "objective"))
+    data = TraceModule.of(options, *kind)
     data.setup()
     if not len(data.held_index):
         raise ValueError(

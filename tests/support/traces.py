@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 from diversed.data.traces import Shard, write_manifest, write_shard
 from diversed.runtime.rollouts import _top
-from diversed.verifier.head import logit_features
+from diversed.verifier.features import logit_features
 from diversed.verifier.rules import geometric_rows
+from diversed.verifier.token_features import TokenTable
 
 VOCABULARY = 6
+TABLE = TokenTable.of([" a", "7", "A", "+", "(", "7."])
 
 
 def synthetic_shard(
     texts: int, prompt: int = 0, samples: int = 4, hidden: int = 0, weight: float = 0.5, seed: int = 0,
-    blend: str = "probabilities",
+    blend: str = "probabilities", labels: bool = False,
 ):  # fmt: skip
     """A shard of `texts` texts of 2 to 9 tokens; the reward halves with every substitution where TV is above 0.5."""
     generator = torch.Generator().manual_seed(seed)
@@ -35,6 +37,10 @@ def synthetic_shard(
     tv = 0.5 * (draft - target).abs().sum(-1)
     text = torch.repeat_interleave(torch.arange(texts), length)
     harm = torch.zeros(texts).index_add(0, text, (substituted & (tv > 0.5)).float())
+    told = {}
+    if labels:  # harm where TV is above 0.5, at every second position
+        known = torch.arange(positions) % 2 == 0
+        told = {"alternative": other.squeeze(1).int(), "label": torch.where(known, (tv > 0.5).float(), torch.nan)}
     return Shard(
         start=start,
         prompt=prompt + torch.arange(texts) // samples,
@@ -48,6 +54,8 @@ def synthetic_shard(
         weight=torch.full((positions,), weight),
         substituted=substituted,
         features=logit_features(draft, target),
+        token_features=TABLE.features(draft, target, token.squeeze(1)).byte(),
+        **told,
         hidden=torch.randn(positions, hidden, generator=generator).half() if hidden else None,
         **(_top(target, draft, VOCABULARY) if blend == "logits" else {}),
     )
@@ -63,13 +71,14 @@ def synthetic_traces(
     seed: int = 0,
     reward: float | None = None,
     blend: str = "probabilities",
+    labels: bool = False,
 ) -> Path:
     """A complete folder of traces; `hidden` are the sizes (draft, target), `reward` is that of every text if given."""
     per_shard = prompts // shards
     entries = []
     for index in range(shards):
         first, shard_seed = index * per_shard, 1000 * seed + index
-        shard = synthetic_shard(per_shard * samples, first, samples, sum(hidden), weight, shard_seed, blend)
+        shard = synthetic_shard(per_shard * samples, first, samples, sum(hidden), weight, shard_seed, blend, labels)
         if reward is not None:
             shard.reward.fill_(reward)
         entries.append(write_shard(folder, index, shard))
@@ -89,6 +98,9 @@ def synthetic_traces(
         "unit": per_shard,
         "shards": entries,
         "versions": {},
+        "token_table": TABLE.sha256,
     }
+    if labels:
+        manifest["label"] = {"kind": "counterfactual"}
     write_manifest(folder, manifest)
     return folder
