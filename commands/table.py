@@ -20,6 +20,11 @@ COMMANDS = {
         "let a pair write texts and keep their traces: what a head learns from",
     ),
     "train": ("commands.train", "train", "train a head on traces"),
+    "reinforce": (
+        "commands.reinforce",
+        "reinforce",
+        "train a head on-policy: new texts from the head at every update",
+    ),
     "select": (
         "commands.select_trees",
         "select",

@@ -180,7 +180,7 @@ def test_a_paper_file_runs_from_prompts_to_figures(name, workplace, tmp_path, ca
     assert manifest["hidden"] and manifest["relaxation"] == "ensemble:0.5" and manifest["max_prompt_tokens"] == 512
     assert sum(shard["texts"] for shard in manifest["shards"]) == prompts * samples
     training = json.loads((out / "train/train.json").read_text())
-    assert training["head"] == {"features": "hidden", "draft_hidden": 16, "target_hidden": 24, "width": 0}
+    assert training["head"] == {"features": "hidden", "offset": "", "draft_hidden": 16, "target_hidden": 24, "width": 0}
     assert training["settings"]["objective"] == "reinforce" and training["settings"]["batch"] == 8
     figures = training["figures"][-1]
     assert 0 < figures["train_step_acceptance"] < 1 and "held_out_loss" not in figures

@@ -73,7 +73,6 @@ def train(
     """
     model.check()
     with quiet(), sentences():
-        model.check()
         texts = TraceModule.of(data, seed, model.features, model.blend, model.objective)
         seed_everything(seed, verbose=False)
         module = HeadModule(model, texts.draft_hidden, texts.target_hidden)
@@ -125,7 +124,7 @@ def _train(
             _announce(model, data)
         fit(trainer, model, data, folder)
         if first:
-            _write_head(folder, model, data, settings)
+            write_head_of(folder, model, data.folders, settings, data.manifest)
     return folder
 
 
@@ -196,8 +195,13 @@ def _announce(model: HeadModule, data: TraceModule) -> None:
         )
 
 
-def _write_head(folder: Path, model: HeadModule, data: TraceModule, settings: dict) -> None:
-    """Write head.safetensors, then train.json: its presence says that the run is done."""
+def write_head_of(
+    folder: Path, model: HeadModule, traces: list, settings: dict, manifest: dict
+) -> None:
+    """Write head.safetensors, then train.json: its presence says that the run is done.
+
+    traces: folders of the texts; manifest: of the newest of them.
+    """
     head = model.head.cpu()
     if not all(torch.isfinite(tensor).all() for tensor in head.state_dict().values()):
         raise ValueError(
@@ -210,9 +214,9 @@ def _write_head(folder: Path, model: HeadModule, data: TraceModule, settings: di
         "head": {name: getattr(head, name) for name in ("features", "offset", *SIZES)},
         "head_sha256": sha256(path),
         "settings": settings,
-        "traces": [str(traces) for traces in data.folders],
+        "traces": [str(folder) for folder in traces],
         "traces_sha256": settings["traces_sha256"],
-        "manifest": {key: value for key, value in data.manifest.items() if key != "shards"},
+        "manifest": {key: value for key, value in manifest.items() if key != "shards"},
         "figures": model.history,
         "versions": versions(("torch", "pytorch-lightning", "safetensors")),
     }

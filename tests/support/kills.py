@@ -27,6 +27,7 @@ LABELS = (
     "gather --out out --prompts 8 --samples 1 --unit 2 --max_new_tokens 24 --go_on true --sampling.temperature 0 "
     "--data.score final_number --label suffix"
 )
+REINFORCE = "reinforce --out out --prompts 5 --samples 2 --updates 4 --prompts_per_update 2 --max_new_tokens 24 --model.lr 0.02"
 TRAIN = "train --data.traces traces --out out --trainer.max_epochs 4 --model.objective attribution --data.batch 4"
 RUN = (
     "run --out out --rounds 2 --gather.prompts 12 --gather.samples 2 --gather.unit 4 --max_new_tokens 16 "
@@ -59,6 +60,7 @@ def _prompts(folder: Path) -> None:
 SERIES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "gather": (GATHER, lambda folder: None),
     "labels": (LABELS, lambda folder: None),
+    "reinforce": (REINFORCE, lambda folder: None),
     "train": (TRAIN, _traces),
     "run --rounds": (RUN, lambda folder: None),
     "eval": (EVAL, lambda folder: None),
