@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from ..verifier.head import KINDS
 from .losses import OBJECTIVES
 from .rewards import REWARDS, compared
 
+COUNT = re.compile(r"^\d+ (of \d+ )?")  # how many rows a source gave
 # What one head can be trained for: every folder must have the same.
 SHARED = (
     "target",
@@ -168,12 +170,20 @@ class TraceModule(LightningDataModule):
         return features, hidden, weight
 
 
+def _same(key: str, manifest: dict) -> object:
+    """What must be the same in all folders. A source may have given more prompts: fewer are the
+    first of them.
+    """
+    value = manifest.get(key)
+    return COUNT.sub("", value) if key == "source" and isinstance(value, str) else value
+
+
 def _refuse_mixture(folders: list[str], manifests: list[dict]) -> None:
     """Traces of different models, tokenizers or tasks do not train one head."""
     first = manifests[0]
     for folder, manifest in zip(folders, manifests, strict=True):
         for key in SHARED:
-            if manifest.get(key) != first.get(key):
+            if _same(key, manifest) != _same(key, first):
                 raise ValueError(
                     f"{folder} and {folders[0]} differ in `{key}` ({manifest.get(key)} and"
                     f" {first.get(key)}); train on traces of one pair of models, one task and one"
