@@ -32,10 +32,21 @@ def test_kernels_give_the_verdicts_of_their_laws(environment):
     assert "skipped" not in answer.stdout and re.search(r"\[100%\]", answer.stdout)
 
 
-def test_every_kernel_compiles_for_three_generations_without_spilling_a_register(tmp_path):
-    answer = python(HERE / "support" / "compile_kernels.py", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What support/compile_kernels.py prints."""
+    answer = python(HERE / "support" / "compile_kernels.py", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
     assert answer.returncode == 0, answer.stderr
-    rows = [json.loads(line) for line in answer.stdout.splitlines()]
+    return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
+def test_a_batch_of_another_size_compiles_nothing_again(launched):
+    rows = [row for row in launched if "method" in row]
+    assert len(rows) == 6 and [row for row in rows if row["compiled again"]] == []
+
+
+def test_every_kernel_compiles_for_three_generations_without_spilling_a_register(launched):
+    rows = [row for row in launched if "kernel" in row]
     assert {row["sm"] for row in rows} == {80, 90, 100}
     assert {row["kernel"] for row in rows} >= {"rows.normalise", "rows.residual", "rows.select", "walk.walk"}
     assert [row for row in rows if row["spilled"]] == []

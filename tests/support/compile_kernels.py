@@ -14,8 +14,8 @@ import triton
 from diversed.verifier.kernels import dispatch
 from diversed.verifier.kernels.launch import Call
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 V = 128_256
 # the coupled methods for all generations; the others launch the same kernels, `token` here where the passes hold most
@@ -26,42 +26,47 @@ WANTED = (
 TREES = {"chain": (-1, 0, 1, 2, 3, 4), "tree": (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5)}
 
 
-def launches(method: str, dtype: torch.dtype, cut: bool) -> list[tuple[JITFunction, dict]]:
-    """(kernel, its arguments and options) of one call of `method`."""
+class Elsewhere:
+    """In the place of triton's driver: a GPU that this machine need not have. Nothing is launched on it."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def launches(method: str, dtype: torch.dtype, cut: bool, batch: int = 1) -> list[tuple[JITFunction, tuple, dict]]:
+    """(kernel, its arguments, its constants and options) of one call of `method`."""
     parents = TREES["chain" if method in ("token", "block") else "tree"]
     found = []
 
-    def record(kernel, *args, grid, warmup, **options):
-        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | options))
+    def record(kernel, *arguments, grid, warmup, **options):
+        found.append((kernel, arguments, options))
 
     given, JITFunction.run = JITFunction.run, record
     try:
-        rows = torch.empty(1, len(parents), V, dtype=dtype)
-        tokens = torch.zeros(1, len(parents), dtype=torch.int64)
-        cuts = (torch.empty(1, len(parents), 3),) * 2 if cut else None
-        uniform = torch.zeros(1, 2, dtype=torch.float64)
-        dispatch.KERNELS[method](Call(rows, rows, tokens, parents, torch.zeros(1, len(parents)), uniform, 0.7, cuts))
+        rows = torch.empty(batch, len(parents), V, dtype=dtype)
+        tokens = torch.zeros(batch, len(parents), dtype=torch.int64)
+        cuts = (torch.empty(batch, len(parents), 3),) * 2 if cut else None
+        uniform = torch.zeros(batch, 2, dtype=torch.float64)
+        dispatch.KERNELS[method](Call(rows, rows, tokens, parents, torch.zeros(batch, len(parents)), uniform, 0.7, cuts))
     finally:
         JITFunction.run = given
     return found
 
 
-def compiled(kernel: JITFunction, arguments: dict, architecture: int) -> dict:
-    """Registers, spills and shared memory of one kernel on sm_`architecture`."""
-    # at run time an argument of 1 becomes a constant too, unless the kernel forbids it
-    ones = {p.name for p in kernel.params if type(arguments[p.name]) is int and arguments[p.name] == 1}
-    fixed = {p.name for p in kernel.params if p.is_constexpr or (p.name in ones and not p.do_not_specialize)}
-    constants = {name: arguments[name] for name in fixed}
-    signature = {p.name: "constexpr" if p.name in fixed else mangle_type(arguments[p.name]) for p in kernel.params}
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, p in enumerate(kernel.params)
-        if isinstance(arguments[p.name], torch.Tensor) or (p.name.endswith(("_b", "_n")))
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": arguments["num_warps"]}
-    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    numbers = {"warps": arguments["num_warps"], "shared": binary.metadata.shared}
+def compiled(kernel: JITFunction, arguments: tuple, options: dict, architecture: int) -> dict:
+    """Registers, spills and shared memory of one kernel on sm_`architecture`, as a launch there would compile it."""
+    driver.set_active(Elsewhere(architecture))
+    binary = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+    numbers = {"warps": options["num_warps"], "shared": binary.metadata.shared}
     return numbers | resources(binary.asm["cubin"])
 
 
@@ -76,18 +81,32 @@ def resources(cubin: bytes) -> dict:
     return {"registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
 
 
+def compiled_again(method: str) -> list[str]:
+    """The kernels that a batch of 16 compiles although one of 1 was there."""
+    driver.set_active(Elsewhere(90))
+    found = []
+    for once, more in zip(launches(method, torch.bfloat16, True), launches(method, torch.bfloat16, True, 16), strict=True):
+        (kernel, arguments, options), (_, others, _) = once, more
+        binder = kernel.device_caches[90][4]
+        if binder(*arguments, **options)[1] != binder(*others, **options)[1]:
+            found.append(kernel.__name__)
+    return found
+
+
 def main() -> None:
+    for method in dispatch.KERNELS:
+        print(json.dumps({"method": method, "compiled again": compiled_again(method)}))
     done = set()
     for methods, dtype, cut, architectures in WANTED:
-        for kernel, arguments in (launch for method in methods for launch in launches(method, dtype, cut)):
-            constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+        for kernel, arguments, options in (launch for method in methods for launch in launches(method, dtype, cut)):
+            constants = {name: value for name, value in options.items() if name != "num_warps"}
             row = {"kernel": f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}", **constants}
-            if "target" in arguments:
+            if kernel.arg_names[0] == "models":
                 row["dtype"] = str(dtype)
             if str(row) not in done:
                 done.add(str(row))
                 for architecture in architectures:
-                    numbers = compiled(kernel, arguments, architecture)
+                    numbers = compiled(kernel, arguments, options, architecture)
                     print(json.dumps(row | {"sm": architecture} | numbers), flush=True)
 
 

@@ -14,7 +14,20 @@ from __future__ import annotations
 import triton.language as tl
 
 from .launch import Call
-from .rows import ACCEPT, COUNT, EMIT, MASS, NULL, STEP, TINY, WANTED, kernel, quotient, read_node
+from .rows import (
+    ACCEPT,
+    COUNT,
+    EMIT,
+    MASS,
+    NULL,
+    STEP,
+    TINY,
+    WANTED,
+    absent,
+    kernel,
+    quotient,
+    read_node,
+)
 
 
 def token(call: Call) -> None:
@@ -37,19 +50,12 @@ def block(call: Call) -> None:
 
 @kernel
 def start(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     tokens,
     weight,
     shape,
     parts,
     state,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -64,32 +70,10 @@ def start(
     once reached.
     """
     node = tl.program_id(0)
-    if (node % N > 0) & (tl.load(tokens + node) < 0):
+    if absent(tokens, node, node % N):
         return
     child, token, wanted, proposal, left = read_node(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        tokens,
-        weight,
-        shape,
-        parts,
-        state,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        scale,
-        size,
-        N,
-        D,
-        V,
-        T,
-        node,
-        M,
-        CUT,
-        TILES,
+        models, tokens, weight, shape, parts, state, scale, size, N, D, V, T, node, M, CUT, TILES
     )
     # a child of draft probability zero was not drawn from this row
     drawn = (token >= 0) & (proposal > 0)

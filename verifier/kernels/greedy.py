@@ -29,6 +29,7 @@ from .rows import (
     STEP,
     TINY,
     WANTED,
+    absent,
     first_of_equals,
     kernel,
     quotient,
@@ -57,19 +58,12 @@ def univer(call: Call) -> None:
 
 @kernel
 def start(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     tokens,
     weight,
     shape,
     parts,
     state,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -86,32 +80,10 @@ def start(
     """
     node = tl.program_id(0)
     n = node % N
-    if (n > 0) & (tl.load(tokens + node) < 0):
+    if absent(tokens, node, n):
         return
     child, token, wanted, proposal, left = read_node(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        tokens,
-        weight,
-        shape,
-        parts,
-        state,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        scale,
-        size,
-        N,
-        D,
-        V,
-        T,
-        node,
-        M,
-        CUT,
-        TILES,
+        models, tokens, weight, shape, parts, state, scale, size, N, D, V, T, node, M, CUT, TILES
     )
     lane = tl.arange(0, M)
     last = tl.load(shape + COUNT * N + n) - 1
@@ -155,7 +127,7 @@ def finish(
     b, n = place // count, tl.load(nodes + place % count)
     node = b * N + n
     children = tl.load(shape + COUNT * N + n)
-    if (children == 0) | ((n > 0) & (tl.load(tokens + node) < 0)):
+    if (children == 0) | absent(tokens, node, n):
         return
     lane = tl.arange(0, M)
     child = tl.load(shape + (CHILDREN + lane) * N + n, lane < children, 0)

@@ -46,16 +46,18 @@ class Call:
         self.nodes = torch.arange(nodes, dtype=torch.int32, device=device)
         self.state = torch.zeros(rows.FIELDS, batch, nodes, device=device)
         self.parts = torch.empty(5, batch, nodes, self.tiles, device=device)
-        self.sums, self.costs = torch.empty(2, batch, nodes, self.tiles, device=device)
+        # two tensors: where the second half of one began, triton would compile for its alignment
+        self.sums = torch.empty(batch, nodes, self.tiles, device=device)
+        self.costs = torch.empty_like(self.sums)
         # three tensors: outputs of an operation may not share memory
         verdict = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))
         self.stop, self.token, self.accepted = verdict
-        self.inputs = target, draft, *(cuts or (weight, weight))
+        strides = *target.stride()[:2], *draft.stride()[:2]
+        self.models = target, draft, *(cuts or (weight, weight)), *strides
         # exp2 is what the hardware has
         scale = math.log2(math.e) / temperature
-        strides = *target.stride()[:2], *draft.stride()[:2]
         self.sizes = batch * nodes, nodes
-        self.layout = *strides, scale, *self.sizes, draft.shape[1], vocabulary, self.tiles
+        self.layout = scale, *self.sizes, draft.shape[1], vocabulary, self.tiles
         self.cut = {"CUT": cuts is not None}
         self.lanes = {"TILES": _power(self.tiles)}
         self.children = {"M": _power(len(self.shape) - rows.CHILDREN.value)}
@@ -64,7 +66,7 @@ class Call:
     def normalise(self, left_off: int) -> None:
         grid = (self.sizes[0] * self.tiles,)
         rows.normalise[grid](
-            *self.inputs,
+            self.models,
             self.tokens,
             self.shape,
             self.parts,
@@ -78,11 +80,11 @@ class Call:
         """One program a request and node; `kernel` begins with `read_node`."""
         constants |= self.cut | self.lanes | self.children
         scratch = self.tokens, self.weight, self.shape, self.parts, self.state
-        kernel[self.sizes[:1]](*self.inputs, *scratch, *self.layout, **constants, num_warps=1)
+        kernel[self.sizes[:1]](self.models, *scratch, *self.layout, **constants, num_warps=1)
 
     def residual(self, nodes: Tensor, turn: int = 0, marked: int = 0, path: bool = False) -> None:
         rows.residual[(len(self.tokens) * len(nodes) * self.tiles,)](
-            *self.inputs,
+            self.models,
             self.shape,
             self.state,
             self.sums,
@@ -102,10 +104,9 @@ class Call:
         """One program a request and node of `nodes`, after their residual pass."""
         grid = (len(self.tokens) * len(nodes),)
         scratch = self.tokens, self.shape, self.state, self.sums, nodes
+        constants |= self.lanes | self.children
         sizes = *self.sizes, self.tiles, len(nodes)
-        kernel[grid](
-            *scratch, *sizes, *numbers, **self.lanes, **self.children, **constants, num_warps=1
-        )
+        kernel[grid](*scratch, *sizes, *numbers, **constants, num_warps=1)
 
     def walk(self, coupled: bool) -> None:
         nodes = _power(self.sizes[1])
@@ -126,7 +127,7 @@ class Call:
 
     def select(self, marked: int = 0) -> None:
         rows.select[(len(self.tokens),)](
-            *self.inputs,
+            self.models,
             self.shape,
             self.parts,
             self.state,

@@ -40,6 +40,7 @@ from .rows import (
     STEP,
     TINY,
     WANTED,
+    absent,
     first_of_equals,
     kernel,
     quotient,
@@ -75,19 +76,12 @@ def _turns(call: Call, nodes: Tensor, most: int, coupled: bool) -> None:
 
 @kernel
 def start(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     tokens,
     weight,
     shape,
     parts,
     state,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -104,32 +98,10 @@ def start(
     """
     node = tl.program_id(0)
     n = node % N
-    if (n > 0) & (tl.load(tokens + node) < 0):
+    if absent(tokens, node, n):
         return
     child, token, wanted, proposal, left = read_node(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        tokens,
-        weight,
-        shape,
-        parts,
-        state,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        scale,
-        size,
-        N,
-        D,
-        V,
-        T,
-        node,
-        M,
-        CUT,
-        TILES,
+        models, tokens, weight, shape, parts, state, scale, size, N, D, V, T, node, M, CUT, TILES
     )
     column = state + node // N * N + child
     tl.store(column + WANTED * size, wanted, child >= 0)
@@ -165,7 +137,7 @@ def turn(
     b, n = place // count, tl.load(nodes + place % count)
     node = b * N + n
     children = tl.load(shape + COUNT * N + n)
-    if (children == 0) | (turn > children) | ((n > 0) & (tl.load(tokens + node) < 0)):
+    if (children == 0) | (turn > children) | absent(tokens, node, n):
         return
     lane, tile, at = tl.arange(0, M), tl.arange(0, TILES), state + node
     here, begun = lane < children, turn > 0

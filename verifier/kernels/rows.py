@@ -11,7 +11,11 @@ fit in one vector. Passes:
     select      reads one tile of the one node that the verdict names
 
 Numbers of a node live in `state` [FIELDS, B, N] float32, those of a child in the column of the
-child. `shape` [CHILDREN + M, N] int32 describes the tree (`walk.py`).
+child. `shape` [CHILDREN + M, N] int32 describes the tree (`walk.py`). `size` is B N. What is needed
+to read logits is one tuple:
+
+    models      the logits of target and draft, the cuts of both, and the strides of the logits: of
+                a request and of a node, the target's first
 """
 
 from __future__ import annotations
@@ -37,23 +41,16 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the least float32 whose inverse i
 NONE = tl.constexpr(float("-inf"))
 
 # what is launched; sizes are numbers at run time, else triton would compile again where one of them
-# happens to be 1
+# happens to be 1. They stand alone, because triton does that to every number in a tuple.
 kernel = triton.jit(do_not_specialize=["size", "N", "D", "V", "T", "count", "turn"])
 
 
 @kernel
 def normalise(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     tokens,
     shape,
     parts,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -71,26 +68,11 @@ def normalise(
     """
     tile, node = tl.program_id(0) % T, tl.program_id(0) // T
     b, n = node // N, node % N
-    if (n > 0) & (tl.load(tokens + node) < 0):
+    if absent(tokens, node, n):
         return
     ids = tile * TILE + tl.arange(0, TILE)
     out = parts + node * T + tile
-    x, y = logits_pair(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        N,
-        D,
-        node,
-        ids,
-        ids < V,
-        CUT,
-    )
+    x, y = logits_pair(models, N, D, node, ids, ids < V, CUT)
     top = tl.max(x, 0)
     tl.store(out, top)
     tl.store(out + size * T, tl.sum(tl.exp2((x - finite(top)) * scale), 0))
@@ -109,19 +91,12 @@ def normalise(
 
 @triton.jit
 def read_node(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     tokens,
     weight,
     shape,
     parts,
     state,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -166,42 +141,20 @@ def read_node(
     token = tl.load(tokens + b * N + child, child >= 0, -1).to(tl.int32)
     token = tl.where(token < V, token, -1)
     # from registers: what this program has just stored need not be visible to its other threads
-    x, y = logits_pair(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        N,
-        D,
-        node,
-        token,
-        token >= 0,
-        CUT,
-    )
+    x, y = logits_pair(models, N, D, node, token, token >= 0, CUT)
     p, q = tl.exp2((x - top_p) * scale) * inv_p, tl.exp2((y - top_q) * scale) * inv_q
     return child, token, (1 - share) * p + share * q, q, left
 
 
 @kernel
 def residual(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     shape,
     state,
     sums,
     costs,
     nodes,
     stop,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -241,25 +194,7 @@ def residual(
     if (tl.load(state + INV_P * size + node) == 0) | ((not wanted) & (not costly)):
         return
     ids = tile * TILE + tl.arange(0, TILE)
-    p, q, v = rows(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        state,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        scale,
-        size,
-        N,
-        D,
-        node,
-        ids,
-        ids < V,
-        CUT,
-    )
+    p, q, v = rows(models, state, scale, size, N, D, node, ids, ids < V, CUT)
     if costly:
         tl.store(costs + node * T + tile, tl.sum(tl.abs(p - q), 0) * 0.5 * share)
     if wanted:
@@ -267,9 +202,7 @@ def residual(
         r = tl.maximum(mass * v - step * q, 0.0)
         if MARKED:
             for j in range(children):
-                mark = tl.load(
-                    state + MARK * size + b * N + tl.load(shape + (CHILDREN + j) * N + n)
-                ).to(tl.int32)
+                column, mark = marked_child(state, shape, size, N, b, n, j)
                 if (mark >= 0) & (mark // TILE == tile):
                     r = tl.where(ids == mark, 0.0, r)
         tl.store(sums + node * T + tile, tl.sum(r, 0))
@@ -277,10 +210,7 @@ def residual(
 
 @kernel
 def select(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
+    models,
     shape,
     parts,
     state,
@@ -288,10 +218,6 @@ def select(
     uniform,
     stop,
     token,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
     scale,
     size,
     N,
@@ -323,21 +249,17 @@ def select(
     mass = tl.load(sums + node * T + lane, (lane < T) & (children > 0), 0.0)
     if MARKED == 2:
         for j in range(children):
-            column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
-            mark = tl.load(column + MARK * size).to(tl.int32)
+            column, mark = marked_child(state, shape, size, N, b, n, j)
             mass += tl.where(
                 (mark >= 0) & (lane == mark // TILE), tl.load(column + WANTED * size), 0.0
             )
     whole = tl.sum(mass, 0) <= 0
     share = tl.load(state + SHARE * size + node)
     part = parts + node * T + lane
-    rise = tl.exp2((tl.load(part, lane < T, NONE) - tl.load(state + TOP_P * size + node)) * scale)
-    p = tl.load(part + size * T, lane < T, 0.0) * rise * tl.load(state + INV_P * size + node)
-    rise = tl.exp2(
-        (tl.load(part + 2 * size * T, lane < T, NONE) - tl.load(state + TOP_Q * size + node))
-        * scale
-    )
-    q = tl.load(part + 3 * size * T, lane < T, 0.0) * rise * tl.load(state + INV_Q * size + node)
+    top, inverse = tl.load(state + TOP_P * size + node), tl.load(state + INV_P * size + node)
+    p = tile_masses(part, top, inverse, scale, size, T, lane < T)
+    top, inverse = tl.load(state + TOP_Q * size + node), tl.load(state + INV_Q * size + node)
+    q = tile_masses(part + 2 * size * T, top, inverse, scale, size, T, lane < T)
     mass = tl.where(whole, (1 - share) * p + share * q, mass)
 
     cumulative = tl.cumsum(mass.to(tl.float64), 0)
@@ -346,31 +268,12 @@ def select(
     threshold -= tl.max(tl.where(lane < tile, cumulative, 0.0), 0)
 
     ids = tile * TILE + tl.arange(0, TILE)
-    p, q, v = rows(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        state,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        scale,
-        size,
-        N,
-        D,
-        node,
-        ids,
-        ids < V,
-        CUT,
-    )
+    p, q, v = rows(models, state, scale, size, N, D, node, ids, ids < V, CUT)
     scaled = tl.load(state + MASS * size + node) * v - tl.load(state + STEP * size + node) * q
     r = tl.where(whole, v, tl.maximum(scaled, 0.0))
     if MARKED:
         for j in range(children):
-            column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
-            mark = tl.load(column + MARK * size).to(tl.int32)
+            column, mark = marked_child(state, shape, size, N, b, n, j)
             extra = tl.load(column + WANTED * size) if MARKED == 2 else 0.0
             r = tl.where((ids == mark) & (not whole), extra, r)
     cumulative = tl.cumsum(r.to(tl.float64), 0)
@@ -378,42 +281,29 @@ def select(
 
 
 @triton.jit
-def rows(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
-    state,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
-    scale,
-    size,
-    N,
-    D,
-    node,
-    ids,
-    here,
-    CUT: tl.constexpr,
-):
+def absent(tokens, node, n):
+    """Whether a request lacks its node n; it never lacks the root."""
+    return (n > 0) & (tl.load(tokens + node) < 0)
+
+
+@triton.jit
+def marked_child(state, shape, size, N, b, n, j):
+    """The column of child j of node n of a request, and the token it takes out of the row or -1."""
+    column = state + b * N + tl.load(shape + (CHILDREN + j) * N + n)
+    return column, tl.load(column + MARK * size).to(tl.int32)
+
+
+@triton.jit
+def tile_masses(part, top, inverse, scale, size, T, here):
+    """A model's probability of every tile, from what `normalise` left of its row at `part`."""
+    rise = tl.exp2((tl.load(part, here, NONE) - top) * scale)
+    return tl.load(part + size * T, here, 0.0) * rise * inverse
+
+
+@triton.jit
+def rows(models, state, scale, size, N, D, node, ids, here, CUT: tl.constexpr):
     """Probabilities of the target, the draft and their blend at `ids`; 0 where not `here`."""
-    x, y = logits_pair(
-        target,
-        draft,
-        target_cut,
-        draft_cut,
-        target_b,
-        target_n,
-        draft_b,
-        draft_n,
-        N,
-        D,
-        node,
-        ids,
-        here,
-        CUT,
-    )
+    x, y = logits_pair(models, N, D, node, ids, here, CUT)
     p = tl.exp2((x - tl.load(state + TOP_P * size + node)) * scale) * tl.load(
         state + INV_P * size + node
     )
@@ -425,25 +315,11 @@ def rows(
 
 
 @triton.jit
-def logits_pair(
-    target,
-    draft,
-    target_cut,
-    draft_cut,
-    target_b,
-    target_n,
-    draft_b,
-    draft_n,
-    N,
-    D,
-    node,
-    ids,
-    here,
-    CUT: tl.constexpr,
-):
+def logits_pair(models, N, D, node, ids, here, CUT: tl.constexpr):
     """float32 logits of the target and of the draft at `ids` of one node; the draft's are -inf from
     node D on.
     """
+    target, draft, target_cut, draft_cut, target_b, target_n, draft_b, draft_n = models
     b, n = node // N, node % N
     x = logits(
         target + b.to(tl.int64) * target_b + n.to(tl.int64) * target_n,
