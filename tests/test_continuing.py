@@ -22,7 +22,7 @@ from diversed.export.card import make_card
 from diversed.runtime.model import load_pair
 from diversed.runtime.sampling import Sampling
 from diversed.selector.latencies import PACKAGED
-from diversed.train import distillation, head_training
+from diversed.train import distillation, head_training, on_policy
 from diversed.verifier.head import WeightHead
 
 from .support.kills import contents
@@ -35,11 +35,12 @@ DATA = {
     "task": "gsm8k", "data.path": "copy.jsonl", "data.whole": "false", "data.prompt_field": "other",
     "data.article_field": "other", "data.reference_field": "other", "data.template": "Q: {prompt}",
     "data.score": "rouge2", "data.stop": "w3", "data.max_new_tokens": "5", "data.chat": "true",
-    "data.skip_incomplete": "true",
+    "data.skip_incomplete": "true", "data.shots": "1",
 }  # fmt: skip
 MODELS = {"target": "other", "draft": "other", "dtype": "bfloat16", "threads": "2"}
 SAMPLING = {"sampling.temperature": "0.5", "sampling.top_k": "3", "sampling.top_p": "0.9", "sampling.min_p": "0.1"}
 PROMPTS = {"prompts": "5", "max_prompt_tokens": "40", "max_new_tokens": "6", "seed": "1"}
+LABELS = ("label", "label_order", "label_samples", "label_suffix", "label_threshold", "label_batch")
 PLACE = "names the folder"
 SHARE = "who does the work does not change it"
 CELL = "a line says it, and lines of other values are added"
@@ -57,7 +58,7 @@ TRAINER = {
 HEAD = {
     "features": "hidden", "width": "3", "lr": "0.1", "warmup_steps": "3", "weight_decay": "0.5", "lambda_": "0.5 --model.objective reinforce",
     "ratio_clip": "3 --model.objective reinforce", "acceptance": "sum --model.objective reinforce", "objective": "bounded", "blend": "logits --model.objective reinforce", "bound": "0.5 --model.objective bounded",
-    "start": "trained", "patience": "2",
+    "start": "trained", "patience": "2", "offset": "divergence:0.3",
 }  # fmt: skip
 COMMON = "--target target --draft draft --task jsonl --data.path data.jsonl --data.whole --data.prompt_field question"
 SCORED = f"{COMMON} --data.reference_field answer --data.score rouge1 --prompts 6 --max_new_tokens 8 --max_prompt_tokens 50"
@@ -145,7 +146,8 @@ CASES = {
         DATA | MODELS | SAMPLING | PROMPTS
         | {"split": "validation", "samples": "3", "first_sample": "1", "relaxation": "ensemble:0.3", "hidden": "true",
            "store_logits": "2", "unit": "2"},
-        ANYWHERE | {"out": PLACE, "num_shards": SHARE, "shard_index": SHARE, "go_on": "decides whether a command ends early, not a byte"},
+        ANYWHERE | {"out": PLACE, "num_shards": SHARE, "shard_index": SHARE, "go_on": "decides whether a command ends early, not a byte"}
+        | dict.fromkeys(LABELS, "labels are of the target's own texts, not of a bundle's; see test_importance.py"),
         FILES,
     ),
     "eval": Case(
@@ -174,7 +176,7 @@ CASES = {
     "train": Case(
         "train --data.traces traces --out out --trainer.max_epochs 3 --data.batch 4 --data.validation 0.25 "
         "--model.start start --model.objective attribution",
-        stopped(head_training, "_write_head"),
+        stopped(head_training, "write_head_of"),
         {f"trainer.{name}": value for name, value in TRAINER.items()}
         | {f"model.{name}": value for name, value in HEAD.items()}
         | {"data.traces": "traces2", "data.batch": "2", "data.validation": "0.5", "data.reward": "likelihood",
@@ -183,6 +185,16 @@ CASES = {
          for name in head_training.NOT_DECIDING} | {"out": PLACE},
         {"traces": lambda path: _swap(path, path.parent / "traces2"),
          "start/head.safetensors": copy("../trained/head.safetensors")},
+    ),
+    "reinforce": Case(
+        f"reinforce --out out {SCORED} --updates 3 --prompts_per_update 2 --samples 2",
+        stopped(on_policy, "write_head_of"),
+        DATA | MODELS | SAMPLING | PROMPTS
+        | {f"model.{name}": value.split()[0] for name, value in HEAD.items() if name not in ("objective", "blend", "bound", "patience")}
+        | {"model.acceptance": "mean", "model.start": "logits", "split": "validation",
+           "updates": "4", "prompts_per_update": "3", "samples": "3", "first_weight": "0.4"},
+        ANYWHERE | {"out": PLACE} | dict.fromkeys(("model.objective", "model.blend", "model.bound", "model.patience"), "one is possible"),
+        {name: change for name, change in FILES.items() if not name.startswith("bundle")},
     ),
     "distill": Case(
         f"distill --out out {COMMON} --prompts 6 --max_new_tokens 8 --max_prompt_tokens 50 --samples 2 --epochs 2 "
@@ -200,14 +212,15 @@ CASES = {
         f"select --out out {COMMON} --latencies fast.json --prompts 6 --max_new_tokens 24 --unit 2 --trees 1 --every 4 "
         "--methods token gbv --shapes 1 2 2x2 --epochs 1 --batch 8 --width 16 --relaxation bundle",
         stopped(select_trees, "train_chooser", 2),
-        {name: value for name, value in DATA.items() if name not in ("task", "data.reference_field", "data.score")}
+        {name: value for name, value in DATA.items() if name not in ("task", "data.reference_field", "data.score", "data.shots")}
         | {"task": "gsm8k --data.reference_field answer", "latencies": "slow.json"} | MODELS
         | {name: value for name, value in PROMPTS.items() if name != "max_prompt_tokens"}
         | {"methods": "token", "shapes": "1 2", "relaxation": "ensemble:0.3", "temperatures": "0.5",
            "every": "5", "trees": "2", "unit": "3", "epochs": "2", "batch": "4", "lr": "0.1", "risk": "2",
            "width": "8", "validation": "0.4"},
         ANYWHERE | {"out": PLACE, "prompt": "is refused beside a task", "labels": "names a folder, whose labels are in the settings by their checksum",
-                    "data.reference_field": "labels hold no score", "data.score": "labels hold no score"},
+                    "data.reference_field": "labels hold no score", "data.score": "labels hold no score",
+                    "data.shots": "is refused without a score"},
         {"data.jsonl": edit("w2 w3", "w3 w2")} | PAIR | BUNDLE | {"fast.json": copy("slow.json")},
     ),
     "calibrate": Case(
@@ -372,7 +385,7 @@ def test_results_are_not_written_through_links(source, tmp_path, monkeypatch, ca
 
 
 # What each command refuses once its folder is held.
-REFUSED = dict.fromkeys(("gather", "eval", "distill", "select", "run", "calibrate"), "--data.prompt_field nothing")
+REFUSED = dict.fromkeys(("gather", "eval", "distill", "select", "run", "calibrate", "reinforce"), "--data.prompt_field nothing")
 REFUSED |= {"train": "--model.patience 2 --data.validation 0", "decode": "--max_new_tokens 1000"}
 
 

@@ -32,7 +32,7 @@ from ..data.selection import SplitPrompts
 from ..data.traces import FORMAT
 from ..data.writing import Writer
 from ..files import SCORING, exclusive, read_settings, versions, within
-from ..runtime.bundle import HEAD
+from ..runtime.bundle import HEAD, head_sha256
 from ..runtime.engine import check_prompts
 from ..runtime.groups import Models, Run, check_filters
 from ..runtime.relaxer import Relaxer, load_relaxer
@@ -94,6 +94,8 @@ def reinforce_head(
             "on_policy": vars(updates) | {"sampling": vars(updates.sampling)},
             **vars(options),
             **_manifest(writer, updates),
+            "max_prompt_tokens": prompts.max_prompt_tokens,
+            "start_sha256": head_sha256(Path(options.start)) if options.start else None,
             "threads": run.threads,
             "versions": versions(("diversed", "torch", "pytorch-lightning", *SCORING)),
         }

@@ -33,7 +33,13 @@ SMALL = {
     "train": "train --data.traces {home}/traces --out o --trainer.max_epochs 1",
     "export": "export --train {home}/train --out o",
     "calibrate": "calibrate --bundle {home}/bundle --out o --prompts 2 --max_new_tokens 4 --max_quality_drop 0.5 --biases 0",
+    "reinforce": "reinforce --out o --updates 1 --prompts 2 --samples 2 --max_new_tokens 4",
     "report": "report {home}/eval --out o",
+}
+# What runs for a minute if nothing is odd about a line.
+SHORT = {
+    "run": "run --gather.prompts 2 --gather.samples 2 --max_new_tokens 4 --train.trainer.max_epochs 1 --eval.prompts 2",
+    "reinforce": "reinforce --updates 1 --prompts 2 --samples 2 --max_new_tokens 4",
 }
 SECONDS, SLOW = 20, 5
 
@@ -44,7 +50,7 @@ class Hang(Exception):
 
 def line(draw: random.Random) -> list[str]:
     command = draw.choice([name for name in OPTIONS if not name.startswith("bench")])
-    words = command.split()
+    words = SHORT.get(command, command).split()
     for name in draw.sample(list(OPTIONS[command]), min(len(OPTIONS[command]), draw.randint(1, 4))):
         words += [f"--{name}"] + draw.choices(ODD, k=draw.choice([0, 1, 1, 1, 2]))
     return words
