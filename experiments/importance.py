@@ -59,14 +59,8 @@ class Plan:
         if told == "reinforce":
             updates = max(1, tokens // (32 * LENGTH))
             given = ("--updates", updates, "--seed", seed, "--prompts", 8 * updates, *NEW)
-            fit = (
-                "--model.width",
-                32,
-                "--model.lr",
-                5e-3,
-                "--model.lambda_",
-                self.weight_of_acceptance,
-            )
+            fit = ("--model.width", 32, "--model.lr", 2e-2)
+            fit += ("--model.lambda_", self.weight_of_acceptance)
             diversed("reinforce", "--out", place / "train", *given, *fit)
         else:
             traces = getattr(self, f"_{told}")(place, tokens, seed)
@@ -138,7 +132,7 @@ def main(words: list[str] | None = None) -> None:
     add("--tokens", nargs="+", type=int, default=[50_000, 150_000, 450_000])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of prompts, texts and training")
     add("--weight", type=float, default=0.4, help="static weight of the texts of attribution")
-    add("--lambda_", type=float, default=0.03, help="weight of REINFORCE's acceptance term")
+    add("--lambda_", type=float, default=1.0, help="weight of REINFORCE's acceptance term")
     add("--max_drop", type=float, default=0.02, help="mean score that a head may cost")
     add("--validation_prompts", type=int, default=300)
     add("--test_prompts", type=int, default=1000)
