@@ -14,7 +14,6 @@ chooser is made for the verifier that it will run with.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..data.prompts import checksum
 from ..data.shards import ShardFolder
-from ..data.traces import MANIFEST, read_manifest
+from ..data.traces import MANIFEST, read_manifest, shard_name
 from ..files import Folder, Progress, cut_units, sha256, within, write_whole
 from ..runtime.batch import padded
 from ..runtime.cache import PackedCache
@@ -357,7 +356,7 @@ def write_labels(
 
 def _write_shard(folder: Path, number: int, labels: dict[str, Tensor]) -> dict[str, Any]:
     """Write one file of labels; its entry in the manifest, which calls contexts tokens."""
-    path = folder / f"shard-{number:05d}.safetensors"
+    path = folder / shard_name(number)
     write_whole(path, save({name: tensor.contiguous() for name, tensor in labels.items()}))
     return {"file": path.name, "sha256": sha256(path), "tokens": len(labels.get("prompt", ()))}
 
@@ -377,12 +376,9 @@ def read_labels(folder: str | Path) -> tuple[dict[str, Tensor], dict]:
     refused.
     """
     manifest = read_manifest(folder)
-    parts = list(_shards(Path(folder), manifest))
-    return {name: torch.cat([part[name] for part in parts]) for name in LAYOUT}, manifest
-
-
-def _shards(folder: Path, manifest: dict) -> Iterator[dict[str, Tensor]]:
+    parts = []
     for entry in manifest["shards"]:
-        path = _whole(folder, entry)
+        path = _whole(Path(folder), entry)
         if entry["tokens"]:
-            yield load_file(path)
+            parts.append(load_file(path))
+    return {name: torch.cat([part[name] for part in parts]) for name in LAYOUT}, manifest

@@ -258,7 +258,7 @@ MISTAKES = {
             "relax",
             "return replace(tree, target=torch.lerp(tree.target, draft, share.unsqueeze(-1)))",
             "rows = torch.lerp(tree.target, draft, share.unsqueeze(-1))\n"
-            "    return replace(tree, target=_unit(rows * (tree.target > 0)))",
+            "    return replace(tree, target=unit(rows * (tree.target > 0)))",
         ),
     ],
     "a token that was filtered out comes back by the draft": [
@@ -269,10 +269,10 @@ MISTAKES = {
         ),
     ],
     "a token that was filtered out comes back by a logarithm": [
-        ("relax", "rows = _unit(rows * (tree.target > 0))", "pass"),
+        ("relax", "rows = unit(rows * (tree.target > 0))", "pass"),
     ],
     "what is left of the draft's row is not renormalised": [
-        ("relax", "return _unit(draft * (target > 0))", "return draft * (target > 0)"),
+        ("relax", "return unit(draft * (target > 0))", "return draft * (target > 0)"),
     ],
     "a row of which the filter left nothing is blended": [
         ("relax", "drafted = draft.amax(-1) > 0", "drafted = tree.draft.amax(-1) > 0"),

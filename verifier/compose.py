@@ -33,7 +33,7 @@ def top_down(plan: Plan, merge: bool = False) -> Callable[[DraftTree], Law]:
 
     def law(tree: DraftTree) -> Law:
         walk = _walk(tree, plan, merge, coupled=False)
-        reach = _column(tree, 1.0)
+        reach = _column(tree)
         for family, accept in zip(walk.families, walk.accept, strict=True):
             mass = reach[:, family.nodes].unsqueeze(-1) * accept
             reach.scatter_add_(1, family.homes.expand_as(family.tokens).flatten(1), mass.flatten(1))
@@ -114,7 +114,7 @@ def _walk(
     branched = shape.split_paths if merge else None
     families = _merged(tree, *branched) if branched and branched[1] else _plain(tree)
     waits = coupled and known is None
-    given = _column(tree, 1.0)
+    given = _column(tree)
     if not waits:
         given[:, :-1] = known if coupled else 1
     emit, null = torch.zeros_like(given), torch.zeros_like(given)
@@ -263,10 +263,10 @@ def _span(nodes: list[int]) -> slice | list[int]:
     return slice(nodes[0], nodes[-1] + 1, step) if even else nodes
 
 
-def _column(tree: DraftTree, root: float) -> Tensor:
-    """[B, N + 1] zeros with `root` at the root; the last column is "no child here"."""
+def _column(tree: DraftTree) -> Tensor:
+    """[B, N + 1] zeros with 1 at the root; the last column is "no child here"."""
     column = tree.target.new_zeros(len(tree.tokens), len(tree.parents) + 1)
-    column[:, 0] = root
+    column[:, 0] = 1
     return column
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .law import DraftTree, Law
+from .law import DraftTree, Law, unit
 from .tree import topology
 
 KINDS = ("random", "tied", "equal", "disjoint", "zeros", "one-hot")
@@ -103,10 +103,7 @@ def drafts(pair: Pair, drafting: str, parents: tuple[int, ...], leaf_rows: bool 
     last ones absent.
     """
     vocabulary = pair.draft.shape[1]
-    children = [
-        [child for child in range(len(parents)) if parents[child] == node]
-        for node in range(len(parents))
-    ]
+    children = topology(parents).children
     tokens, contexts = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
     probability = torch.ones(1, dtype=torch.float64)
     for node in range(1, len(parents)):
@@ -193,8 +190,7 @@ def _distinct(row: Tensor, earlier: list[Tensor], last: bool) -> Tensor:
     row = row.clone()
     for token in earlier:
         row.scatter_(1, token.clamp(min=0).unsqueeze(1), 0)
-    total = row.sum(-1, keepdim=True)
-    return torch.where(total > 0, row / total, 0)
+    return unit(row)
 
 
 def _greedy(row: Tensor, earlier: list[Tensor], last: bool) -> Tensor:

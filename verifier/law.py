@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .tree import on_device, topology
+from .tree import in_order, on_device, topology
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,12 @@ def inverse_cdf(rows: Tensor, uniform: Tensor) -> Tensor:
     )
 
 
+def unit(rows: Tensor) -> Tensor:
+    """Rows [..., V] scaled to sum to 1; rows of zeros stay."""
+    total = rows.sum(-1, keepdim=True)
+    return rows / torch.where(total > 0, total, 1)
+
+
 def _validate_shapes(tree: DraftTree) -> None:
     shape = tuple(tree.target.shape)
     if len(shape) != 3 or 0 in shape[1:]:
@@ -185,8 +191,7 @@ def _validate_shapes(tree: DraftTree) -> None:
             " none; call it under torch.no_grad() or detach the rows"
         )
     parents = tree.parents
-    sound = isinstance(parents, tuple) and len(parents) == shape[1] and parents[0] == -1
-    if not sound or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+    if not isinstance(parents, tuple) or len(parents) != shape[1] or not in_order(parents):
         raise ValueError(
             f"`parents` must be a tuple of {shape[1]} ints, -1 first and then parents[i] < i, got"
             f" {parents}; number the nodes so that parents come first"

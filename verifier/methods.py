@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
-import torch
-
 from ..files import nearest
 from . import plans
 from .compose import conditional, top_down
 from .fly import ENTROPY, WINDOW, fly
-from .law import DraftTree, Law, validate
+from .law import DraftTree, Law, unit, validate
 from .multipath import greedy_multipath_block
 
 MOST_AHEAD = 1000  # tokens that fly may look ahead
@@ -129,14 +127,8 @@ def _in_single_precision(law: Callable[[DraftTree], Law], tree: DraftTree) -> La
     dtype = tree.target.dtype
     if dtype.itemsize > 2:
         return law(tree)
-    found = law(replace(tree, draft=_unit(tree.draft), target=_unit(tree.target)))
+    found = law(replace(tree, draft=unit(tree.draft.float()), target=unit(tree.target.float())))
     return Law(stop=found.stop.to(dtype), next=found.next.to(dtype))
-
-
-def _unit(rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.float()
-    total = rows.sum(-1, keepdim=True)
-    return rows / torch.where(total > 0, total, 1)
 
 
 def _kernel(name: str) -> Callable:

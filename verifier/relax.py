@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 
 from ..files import close_to
-from .law import DraftTree
+from .law import DraftTree, unit
 from .rules import RULES, ensemble_token, geometric_rows, geometric_token
 from .tree import on_device, topology
 
@@ -120,10 +120,6 @@ class Relaxation:
     def with_bias(self, bias: float | None) -> Relaxation:
         """The same relaxation with this bias in place of its own."""
         return replace(self, bias=bias)
-
-    def with_budget(self, budget: float | None) -> Relaxation:
-        """The same relaxation with this budget in place of its own."""
-        return replace(self, budget=budget)
 
     @property
     def is_code(self) -> bool:
@@ -252,7 +248,7 @@ def unchecked_relax(
         weights = share.unsqueeze(-1)
         if filtered:
             rows = geometric_rows(tree.target, draft, weights)
-            rows = _unit(rows * (tree.target > 0))
+            rows = unit(rows * (tree.target > 0))
         else:
             rows = geometric_rows(believed.target, believed.draft, weights, temperature)
             rows = rows.to(tree.target.dtype)
@@ -302,13 +298,7 @@ def on_target(target: Tensor, draft: Tensor) -> Tensor:
     """The draft's rows [..., V] on the tokens that the target can say, renormalised; zero where
     they have no mass there.
     """
-    return _unit(draft * (target > 0))
-
-
-def _unit(rows: Tensor) -> Tensor:
-    """Rows scaled to sum to 1; rows of zeros stay."""
-    total = rows.sum(-1, keepdim=True)
-    return rows / torch.where(total > 0, total, 1)
+    return unit(draft * (target > 0))
 
 
 def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
@@ -332,14 +322,6 @@ def substitutions(tree: DraftTree, relaxed: DraftTree) -> Tensor:
     if relaxed.target is tree.target:  # not relaxed: no pass over the rows is needed to know it
         return torch.zeros_like(tree.tokens, dtype=torch.float64)
     return _distance(tree.target, relaxed.target)
-
-
-def path_sum(values: Tensor, parents: tuple[int, ...]) -> Tensor:
-    """[B, N] sum of `values` [B, N] over the nodes from the root to each node, both included."""
-    total = values.clone()
-    for nodes, above in _levels(parents, values.device)[1:]:
-        total[:, nodes] += total[:, above]
-    return total
 
 
 @lru_cache(maxsize=256)

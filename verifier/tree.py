@@ -121,6 +121,12 @@ def topology(parents: Nodes) -> Topology:
     return _KNOWN[parents]
 
 
+def in_order(parents: Nodes) -> bool:
+    """Whether these are the parents of a tree whose nodes come after their parents."""
+    below = enumerate(parents[1:], 1)
+    return parents[0] == -1 and all(0 <= parent < node for node, parent in below)
+
+
 def chain(length: int) -> Nodes:
     """Parents of a single file of `length` nodes below the root."""
     return tuple(range(-1, length))

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..tree import topology
+from ..tree import in_order, topology
 from . import chain, greedy, recursive, rows
 from .cuts import greedy_cut
 from .launch import Call
@@ -114,11 +114,7 @@ def _check(
         )
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"`temperature` must be 0 or a positive number, got {temperature}")
-    if (
-        len(parents) != nodes
-        or parents[0] != -1
-        or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1))
-    ):
+    if len(parents) != nodes or not in_order(parents):
         raise ValueError(
             f"`parents` must be {nodes} ints, -1 first and then parents[i] < i, got {parents}"
         )

@@ -93,16 +93,9 @@ def start(
     drawn = (sampled >= 0) & (left >= TINY)
     apart = tl.max((fixed & (token == sampled)).to(tl.int32), 0) == 0
     taken = tl.where(fixed | ((lane == last) & drawn), token, -1)
-    column = state + node // N * N + child
-    tl.store(column + WANTED * size, wanted, child >= 0)
-    tl.store(column + PROPOSAL * size, tl.where((lane == last) & apart, proposal, 0.0), child >= 0)
-    tl.store(
-        column + MARK * size,
-        tl.where(first_of_equals(taken, M), taken, -1).to(tl.float32),
-        child >= 0,
-    )
+    proposal = tl.where((lane == last) & apart, proposal, 0.0)
+    begin(state, child, wanted, proposal, taken, size, N, node, M, COUPLED)
     tl.store(state + STEP * size + node, tl.where(drawn, 1 / left, 0.0))
-    tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
 
 
 @kernel
@@ -148,6 +141,21 @@ def finish(
     share = tl.where(lane == children - 1, accept, others * scale)
     emit = tl.where(whole < TINY, 1 - accept, scale * rest)
     give_back(state, column, lane < children, share, emit, (1 - mass) * scale, size, node, COUPLED)
+
+
+@triton.jit
+def begin(
+    state, child, wanted, proposal, taken, size, N, node, M: tl.constexpr, COUPLED: tl.constexpr
+):
+    """Store WANTED, PROPOSAL and MARK of the children, and MASS of their node, which all but the
+    root wait for if COUPLED. Of equal tokens in `taken` the first is marked.
+    """
+    column = state + node // N * N + child
+    tl.store(column + WANTED * size, wanted, child >= 0)
+    tl.store(column + PROPOSAL * size, proposal, child >= 0)
+    mark = tl.where(first_of_equals(taken, M), taken, -1)
+    tl.store(column + MARK * size, mark.to(tl.float32), child >= 0)
+    tl.store(state + MASS * size + node, tl.where((node % N > 0) & COUPLED, 0.0, 1.0))
 
 
 @triton.jit

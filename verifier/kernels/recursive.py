@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..tree import topology
 from . import walk
-from .greedy import give_back
+from .greedy import begin, give_back
 from .launch import Call
 from .rows import (
     ACCEPT,
@@ -41,7 +41,6 @@ from .rows import (
     TINY,
     WANTED,
     absent,
-    first_of_equals,
     kernel,
     quotient,
     read_node,
@@ -97,21 +96,12 @@ def start(
     if COUPLED.
     """
     node = tl.program_id(0)
-    n = node % N
-    if absent(tokens, node, n):
+    if absent(tokens, node, node % N):
         return
     child, token, wanted, proposal, left = read_node(
         models, tokens, weight, shape, parts, state, scale, size, N, D, V, T, node, M, CUT, TILES
     )
-    column = state + node // N * N + child
-    tl.store(column + WANTED * size, wanted, child >= 0)
-    tl.store(column + PROPOSAL * size, proposal, child >= 0)
-    tl.store(
-        column + MARK * size,
-        tl.where(first_of_equals(token, M), token, -1).to(tl.float32),
-        child >= 0,
-    )
-    tl.store(state + MASS * size + node, tl.where((n > 0) & COUPLED, 0.0, 1.0))
+    begin(state, child, wanted, proposal, token, size, N, node, M, COUPLED)
 
 
 @kernel
