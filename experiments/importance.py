@@ -19,11 +19,12 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diversed.data.traces import read_manifest
 from diversed.eval.summary import summarise
+from diversed.verifier.relax import Relaxation
 from stages import BIASES, diversed
 
 NEW = ("--max_new_tokens", 96)
@@ -97,8 +98,8 @@ class Plan:
 
     def point(self, bundle: Path, bias: float) -> str:
         """The relaxation by a head at a bias."""
-        choice = "" if self.temperature else ";blend=choice"
-        return f"{bundle}{choice};bias={bias}"
+        blend = "" if self.temperature else "choice"
+        return str(replace(Relaxation.of_bundle(bundle, bias), blend=blend))
 
     def evaluate(self, out: Path, split: str, prompts: int, relaxations: list[str]) -> list[dict]:
         """A row of figures for each relaxation."""
