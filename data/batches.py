@@ -205,6 +205,14 @@ def held_out(prompts: int, share: float, seed: int) -> Tensor:
     return torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))[:count]
 
 
+def check_share(validation: float) -> None:
+    """ValueError unless there is something to train on and something held out."""
+    if not 0 < validation < 1:
+        raise ValueError(
+            f"`validation` must be in (0, 1), the share of prompts held out, got {validation}"
+        )
+
+
 def parted(prompt: Tensor, prompts: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """(indices of the texts to train on, of those held out); prompt: [S] of every text."""
     held = torch.isin(prompt, held_out(prompts, share, seed))

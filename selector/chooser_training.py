@@ -26,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from ..data.batches import check_share
 from ..files import SETTINGS_FORMAT, Folder, sha256, within, write_object, write_whole
 from ..runtime.choosers import LearnedSelector, StepContext
 from ..runtime.forward import Pair
@@ -72,11 +73,7 @@ class ChooserOptions:
     def __post_init__(self):
         within(1, epochs=self.epochs, batch=self.batch)
         within(1, LARGEST_SIZE, width=self.width)
-        if not 0 < self.validation < 1:
-            raise ValueError(
-                "`validation` must be in (0, 1), the share of prompts held out, got"
-                f" {self.validation}"
-            )
+        check_share(self.validation)
 
 
 class ChooserModule(Training):

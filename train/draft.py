@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from ..data.batches import Order, parted
+from ..data.batches import Order, check_share, parted
 from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
@@ -187,11 +187,7 @@ class Fitting:
         within(0, patience=self.patience)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"`lr` must be a positive number, got {self.lr}")
-        if not 0 < self.validation < 1:
-            raise ValueError(
-                "`validation` must be in (0, 1), the share of prompts held out, got"
-                f" {self.validation}"
-            )
+        check_share(self.validation)
         if self.loss not in LOSSES:
             raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, got {self.loss!r}")
 
