@@ -85,9 +85,9 @@ class ReinforceOptions:
 
 
 class Reinforce(Objective):
-    """The paper's policy gradient with an acceptance term."""
+    """The paper's policy gradient with an acceptance term, on texts of an older head."""
 
-    summary = "the paper's"
+    summary = "the paper's loss off-policy, with a clipped ratio; on-policy: diversed reinforce"
     Options = ReinforceOptions
     blends = tuple(BLENDS)
     compares = True
