@@ -1,8 +1,8 @@
-"""What the first unit of a gathering says of all of it, and the weight that it asks for.
+"""What the first texts of a gathering say of all of it, and the weight that they ask for.
 
 A head learns from texts that fail and from texts that succeed. Texts that are cut at the token
 limit, or a task that nearly every text fails, teach next to nothing, and a gathering may take a
-day. So its first unit is looked at.
+day. So its first units are looked at, until they hold LOOKED_AT texts.
 
 The share of exact texts' successes that is kept at weight w is taken as exp(-c w): each position
 is substituted with probability w TV, and each substitution does harm with the same probability.
@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..verifier.head import FEATURES
 from .traces import Shard
 
 LEAST_FINISHED = 0.5
 LEAST_OF_A_KIND = 0.1  # of the texts succeed, and as many fail
+LOOKED_AT = 128  # texts: after so many units nothing more is learned about the share of a kind
 LEVEL = 0.05  # of the exact binomial tests
 NUMBERS = len(FEATURES) + 1  # of a linear head on the features of the rows
 EVENTS = 10  # failed and succeeded texts for each number that is learned, a rule of thumb
@@ -48,16 +50,16 @@ class FirstLook:
     untouched: list[float]
 
     @classmethod
-    def of(cls, shard: Shard) -> FirstLook:
-        """The figures of a shard."""
-        bounds = shard.start.tolist()
-        spans = zip(bounds, bounds[1:], strict=False)
-        counts = [int(shard.substituted[start:end].sum()) for start, end in spans]
-        rewards = shard.reward.tolist()
+    def of(cls, *shards: Shard) -> FirstLook:
+        """The figures of one shard or several."""
+        counts, rewards, finished = [], [], 0
+        for shard in shards:
+            spans = pairwise(shard.start.tolist())
+            counts += [int(shard.substituted[start:end].sum()) for start, end in spans]
+            rewards += shard.reward.tolist()
+            finished += int(shard.finished.sum())
         alone = [reward for reward, count in zip(rewards, counts, strict=True) if not count]
-        return cls(
-            shard.texts, int(shard.finished.sum()), rewards, sum(counts) / shard.texts, alone
-        )
+        return cls(len(rewards), finished, rewards, sum(counts) / len(rewards), alone)
 
     @property
     def reward(self) -> float:
@@ -75,7 +77,7 @@ class FirstLook:
             count = len(self.untouched)
             alone = f"{mean(self.untouched):.3f} in the {count} without a substitution"
         return (
-            f"first unit: {self.texts} texts, {self.finished / self.texts:.0%} finished, mean"
+            f"first {self.texts} texts: {self.finished / self.texts:.0%} finished, mean"
             f" reward {self.reward:.3f} ({alone}), {self.substitutions:.1f} substitutions a text"
         )
 
@@ -125,6 +127,11 @@ class FirstLook:
         return f"all {self.texts} rewards are {self.reward:g}, so there is nothing to learn from"
 
     def _cause(self) -> str:
+        if not self.untouched:
+            return (
+                ", and none is without a substitution to tell whether the target succeeds: choose a"
+                " smaller weight (--relaxation auto finds one, and looks at the target alone)"
+            )
         if self.untouched and mean(self.untouched) > self.reward:
             return (
                 f", but {mean(self.untouched):.0%} of those without a substitution do: choose a"

@@ -34,7 +34,7 @@ from ..runtime.sampling import Sampling
 from ..runtime.vocabulary import token_table
 from ..verifier.relax import parse
 from .columns import bytes_per_token
-from .first_look import EVENTS, NUMBERS, FirstLook, choose_weight
+from .first_look import EVENTS, LOOKED_AT, NUMBERS, FirstLook, choose_weight
 from .importance import Labeller, Labels
 from .prompts import checksum
 from .selection import SplitPrompts
@@ -61,7 +61,7 @@ class Rollouts:
             about half of the texts that the target gets right still succeed, chosen by trials on
             the first unit.
         sampling: temperature, top_k, top_p, min_p of both models.
-        go_on: gather all texts even if those of the first unit will teach little.
+        go_on: gather all texts even if the first ones will teach little.
     """
 
     samples: int = 4
@@ -251,15 +251,15 @@ class _Gathering:
     def __init__(self, shards: ShardFolder, writer: Writer | Labeller, go_on: bool):
         self.shards, self.settings, self.writer = shards, shards.settings, writer
         self.go_on = go_on
+        self.first: list[Shard] = []  # that were looked at
 
     def run(self) -> Path:
         shards, folder = self.shards, self.shards.folder
         with folder.held():
             missing = shards.begin(lambda entry, whole: read_shard(folder.path, entry, whole))
             if missing:
-                first = shards.share[0]
-                if first not in missing:
-                    entry = shards.entries[shard_name(shards.number(first))]
+                for unit in shards.share[: shards.share.index(missing[0])]:
+                    entry = shards.entries[shard_name(shards.number(unit))]
                     self._look(read_shard(folder.path, entry, self.settings))
                 print(self._estimate(missing), flush=True)
                 self._gather(missing)
@@ -287,8 +287,11 @@ class _Gathering:
         )
 
     def _look(self, shard: Shard) -> None:
-        """Say what the first unit says of all texts, and stop if they will teach little."""
-        said, objection = self.writer.look(shard)
+        """Say what the first units say of all texts, and stop if they will teach little."""
+        if sum(known.texts for known in self.first) >= LOOKED_AT:
+            return
+        self.first.append(shard)
+        said, objection = self.writer.look(self.first)
         print(said, flush=True)
         refuse(objection, self.go_on)
 
@@ -306,7 +309,7 @@ class _Gathering:
                 finished += int(shard.finished.sum())
                 what = f"gather (reward {reward / texts:.3f}, {finished / texts:.0%} finished)"
                 progress.add(tokens=shard.tokens, what=what)
-                if unit == shards.share[0] and len(missing) > 1:
+                if unit != missing[-1]:  # else nothing would be saved
                     self._look(shard)
         print(
             f"gathered {progress.tokens} tokens in {progress.seconds:.1f} s, {progress.rate}"

@@ -129,10 +129,11 @@ class Labeller:
         """Of a decoding step of the texts, without their labels."""
         return self.writer.seconds_a_step(rows)
 
-    def look(self, shard: Shard) -> tuple[str, str | None]:
-        """What a first unit says, and why more of its kind would teach little."""
-        look = FirstLook.of(shard)
-        labels = shard.label[~shard.label.isnan()]
+    def look(self, shards: list[Shard]) -> tuple[str, str | None]:
+        """What the first texts say, and why more of their kind would teach little."""
+        look = FirstLook.of(*shards)
+        labels = torch.cat([shard.label for shard in shards])
+        labels = labels[~labels.isnan()]
         harmful = int(harm(labels, self.labels.settings["label"]).gt(0).sum())
         said = f"{look}; {len(labels)} labels, {harmful} of them harmful"
         limit = self.writer.sampler.max_new_tokens

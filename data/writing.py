@@ -49,9 +49,9 @@ class Writer:
         rewards = [self.reward(text, owner) for text, owner in zip(texts, owners, strict=True)]
         return self.shard(texts, owners, rewards), {}
 
-    def look(self, shard: Shard) -> tuple[str, str | None]:
-        """What a first unit says, and why more of its kind would teach little."""
-        look = FirstLook.of(shard)
+    def look(self, shards: list[Shard]) -> tuple[str, str | None]:
+        """What the first texts say, and why more of their kind would teach little."""
+        look = FirstLook.of(*shards)
         return look.said(), look.objection(self.sampler.max_new_tokens)
 
     def seconds_a_step(self, rows: int) -> float:

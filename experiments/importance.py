@@ -11,7 +11,7 @@
 
 Every stage is a command of the product. A head is used at the largest bias of a grid whose mean
 score on validation prompts is at most half of `max_drop` below exact decoding's. What came out
-stands in results/importance.csv, which --csv writes: one row a head, on test prompts.
+stands in results/learning-importance.csv, which --csv writes: one row a head, on test prompts.
 """
 
 from __future__ import annotations

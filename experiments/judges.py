@@ -1,6 +1,6 @@
 """How well a harmful token is told from a harmless one: AUC of features, rules and heads on labels.
 
-    python experiments/judges.py LABELS --csv results/judges.csv
+    python experiments/judges.py LABELS --csv results/learning-judges.csv
 
 LABELS is a folder of `diversed gather --label counterfactual --hidden true` at temperature 0. Every
 figure is of held-out prompts: 5 folds of prompts, of which one at a time is judged by what was

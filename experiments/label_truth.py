@@ -1,6 +1,6 @@
 """Labels of importance against the truth: on `sums` a token matters exactly if it is a working one.
 
-    python experiments/label_truth.py --out runs/label-truth --csv results/label-truth.csv
+    python experiments/label_truth.py --out runs/label-truth --csv results/learning-label-truth.csv
 
 precision: of the positions that are labelled harmful, the share at which the target's token or the
 draft's is a digit, a sign or the end. recall: of those positions, the share labelled harmful. Every

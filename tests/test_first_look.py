@@ -43,6 +43,7 @@ def test_graded_rewards_are_objected_to_only_if_all_are_equal():
     "given, sentence",
     [
         (look(finished=40), "only 40 of the first 128 texts ended before `max_new_tokens` 96"),
+        (look(successes=5), "none is without a substitution to tell whether the target succeeds"),
         (look(successes=5, untouched=[0.0]), "those without a substitution no more often"),
         (look(successes=5, untouched=[1.0, 0.0]), "but 50% of those without a substitution do: choose a smaller weight"),
         (look(successes=125), "only 3 of the first 128 texts fail"),
@@ -94,7 +95,7 @@ def test_a_gathering_of_cut_texts_stops_behind_its_first_unit_and_goes_on_if_tol
         assert gather(*words) == 2
         out, error = capsys.readouterr()
         assert "only 0 of the first 32 texts ended before `max_new_tokens` 8" in error and "--go_on true" in error
-        assert "first unit: 32 texts, 0% finished" in out
+        assert "first 32 texts: 0% finished" in out
         assert len(list((tmp_path / "cut").glob("shard-*"))) == 1
     assert gather(*words, "--go_on", "true") == 0
     assert "note: only 0 of the first 32" in capsys.readouterr().out
@@ -141,3 +142,13 @@ def test_auto_is_refused_for_a_task_without_scores(tmp_path, capsys):
     words = [word.replace("--data.task", "--task") for word in words]
     assert gather(tmp_path / "out", "--relaxation", "auto", *words, "--data.score", "target_logprob") == 2
     assert "auto needs a task whose texts are right or wrong" in capsys.readouterr().err
+
+
+def test_units_are_looked_at_until_their_texts_tell(tmp_path, capsys):
+    """Units of four texts: no unit alone is enough to be sure of anything, five together are."""
+    words = ("--unit", "1", "--max_new_tokens", "8")
+    for _ in range(2):
+        assert gather(tmp_path, *words) == 2
+        out, error = capsys.readouterr()
+        assert "only 0 of the first 8 texts ended" in error and "first 4 texts: 0% finished" in out
+        assert len(list(tmp_path.glob("shard-*"))) == 2

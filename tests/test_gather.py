@@ -365,7 +365,7 @@ def test_long_prompts_are_refused_before_the_first_unit_and_both_remedies_work_o
     def gathered(*more):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["gather", "--task", "jsonl", "--data.path", str(file), "--data.whole", "--prompts", "8", "--unit", "2"]
-        words += ["--samples", "1", "--max_new_tokens", "4", "--out", str(tmp_path / "out"), "--max_prompt_tokens"]
+        words += ["--samples", "1", "--max_new_tokens", "4", "--out", str(tmp_path / "out"), "--go_on", "true", "--max_prompt_tokens"]
         return cli.main([*words, *(more or ["40"])])
 
     assert gathered() == 2
