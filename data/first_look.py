@@ -22,6 +22,7 @@ from .traces import Shard
 
 LEAST_FINISHED = 0.5
 LEAST_OF_A_KIND = 0.1  # of the texts succeed, and as many fail
+ENOUGH = 32  # texts: of fewer a share below half may be chance, so the test decides
 LOOKED_AT = 128  # texts: after so many units nothing more is learned about the share of a kind
 LEVEL = 0.05  # of the exact binomial tests
 NUMBERS = len(FEATURES) + 1  # of a linear head on the features of the rows
@@ -95,7 +96,8 @@ class FirstLook:
 
     def cut(self, limit: int) -> str | None:
         """The sentence for texts that mostly end at the limit of new tokens."""
-        if not rare(self.finished, self.texts, LEAST_FINISHED):
+        enough = self.texts >= ENOUGH or rare(self.finished, self.texts, LEAST_FINISHED)
+        if self.finished >= LEAST_FINISHED * self.texts or not enough:
             return None
         return (
             f"only {self.finished} of the first {self.texts} texts ended before `max_new_tokens`"
@@ -169,7 +171,7 @@ def choose_weight(trial: Callable[[float], FirstLook]) -> tuple[float, float]:
     while True:
         kept = trial(weight).reward / exact.reward
         towards = (kept > KEPT[1]) - (kept < KEPT[0])
-        another = min(weight * FACTOR**towards, LARGEST)
+        another = min(float(f"{weight * FACTOR**towards:.2g}"), LARGEST)
         if not towards or towards == -direction or another == weight or another < SMALLEST:
             break
         weight, direction = another, towards

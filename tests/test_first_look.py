@@ -28,6 +28,11 @@ def test_its_thresholds_are_where_the_page_says():
     assert rare(54, 128, 0.5) and not rare(55, 128, 0.5)
 
 
+def test_half_of_the_texts_must_finish_and_few_texts_must_show_it():
+    assert look(128, 63, 60).cut(96) and not look(128, 64, 60).cut(96)
+    assert look(32, 15, 10).cut(96) and not look(31, 15, 10).cut(96) and look(31, 9, 9).cut(96)
+
+
 def test_good_texts_raise_no_objection():
     assert look().objection(96) is None
     assert look(finished=64, successes=20).objection(96) is None

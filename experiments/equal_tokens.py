@@ -1,7 +1,7 @@
 """What a head is worth by what it is told, at equal numbers of generated tokens.
 
-    python experiments/importance.py --temperature 1
-    python experiments/importance.py --temperature 0
+    python experiments/equal_tokens.py --temperature 1
+    python experiments/equal_tokens.py --temperature 0
 
     reinforce       the paper's objective on-policy: 32 fresh texts an update; not at temperature 0
     attribution     texts under a static weight, and their rewards
@@ -11,7 +11,7 @@
 
 Every stage is a command of the product. A head is used at the largest bias of a grid whose mean
 score on validation prompts is at most half of `max_drop` below exact decoding's. What came out
-stands in results/learning-importance.csv, which --csv writes: one row a head, on test prompts.
+stands in results/learning-equal-tokens.csv, which --csv writes: one row a head, on test prompts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Plan:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/importance"), help="folder for everything")
+    add("--out", type=Path, default=Path("runs/equal-tokens"), help="folder for everything")
     add("--temperature", type=float, default=1.0, choices=(0.0, 1.0))
     add(
         "--told",
