@@ -1,11 +1,15 @@
 """The experiments of experiments/ at a size at which they say nothing: that they run, and which rows they give."""
 
+import csv
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from diversed import cli
 from diversed.commands.options import call
+from diversed.runtime.model import load_module
 from diversed.verifier.methods import METHODS
 
 from .support.scripts import script
@@ -93,3 +97,62 @@ def test_every_row_of_a_table_in_the_docs_stands_in_a_file_of_results(page):
 def test_the_tables_of_laws_have_a_row_for_every_method():
     rows = call(script("laws").run, vocabulary=5, depth=2, trees=4, noises=[1.0])
     assert [row["case"].split(",")[0] for row in rows] == list(METHODS)
+
+def test_heads_are_told_different_things_for_the_same_number_of_tokens(tmp_path, monkeypatch):
+    telling = script("equal_tokens")
+    monkeypatch.setattr(telling, "FIT", ("--model.width", 4, "--trainer.max_epochs", 1))
+    monkeypatch.setattr(telling, "BIASES", (-2, 0))
+    usual = ["--out", str(tmp_path), "--tokens", "2000", "--seeds", "0", "--validation_prompts", "3", "--test_prompts", "3"]
+    for temperature, told in (("1", ["reinforce", "attribution", "suffix"]), ("0", ["both"])):
+        rows = tmp_path / f"{temperature}.csv"
+        telling.main([*usual, "--temperature", temperature, "--told", *told, "--csv", str(rows)])
+        found = list(csv.DictReader(rows.open()))
+        assert [row["told"] for row in found] == ["exact", "oracle", *told]
+        assert found[0]["of the gap"] == "0%" and found[1]["of the gap"] == "100%"
+        assert all(0 < int(row["tokens"]) < 12_000 for row in found[2:])
+
+
+def test_labels_are_held_against_what_matters_on_sums(tmp_path, monkeypatch):
+    truth = script("label_truth")
+    monkeypatch.setattr(truth, "KINDS", {"suffix, T = 0": truth.KINDS["suffix, T = 0"]})
+    truth.main(["--out", str(tmp_path / "labels"), "--prompts", "6", "--csv", str(tmp_path / "rows.csv")])
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert len(rows) == len(truth.THRESHOLDS)
+    recall = [float(row["recall"]) for row in rows]
+    assert recall == sorted(recall, reverse=True) and float(rows[0]["precision"]) > 0.5
+    found = truth.shares(torch.tensor([6.0, 2.0, 4.0]))
+    assert found.tolist() == pytest.approx([0.75, 0.6])
+
+
+def test_judges_are_ranked_by_what_they_did_not_see(tmp_path, monkeypatch):
+    judges = script("judges")
+    monkeypatch.setattr(judges, "HEADS", [("logits", "", 0.1), ("logits+tokens+hidden", "divergence:0.3", 3.0)])
+    monkeypatch.setattr(judges, "STEPS", 5)
+    monkeypatch.setattr(judges, "RESAMPLES", 20)
+    words = ["gather", "--out", str(tmp_path / "labels"), "--prompts", "10", "--samples", "1", "--sampling.temperature", "0"]
+    words += ["--label", "counterfactual", "--hidden", "--max_new_tokens", "60", "--go_on"]
+    assert cli.main(words) == 0
+    judges.main([str(tmp_path / "labels"), "--csv", str(tmp_path / "rows.csv")])
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert len(rows) == 14 and all(0 <= float(row["low"]) <= float(row["high"]) <= 1 for row in rows)
+
+
+def test_an_auc_is_the_share_of_pairs_in_order():
+    auc = script("judges").auc
+    generator = torch.Generator().manual_seed(0)
+    score, harmful = torch.randint(5, (40,), generator=generator).float(), torch.rand(40, generator=generator).lt(0.4).float()
+    weight = torch.randint(3, (40,), generator=generator)
+    pairs = [(float(s > t) + 0.5 * float(s == t), int(w * v)) for s, h, w in zip(score, harmful, weight, strict=True)
+             for t, g, v in zip(score, harmful, weight, strict=True) if h and not g]  # fmt: skip
+    expected = sum(value * count for value, count in pairs) / sum(count for _, count in pairs)
+    assert auc(score, harmful, weight) == pytest.approx(expected)
+
+
+def test_a_weak_draft_is_the_packaged_one_with_noise(tmp_path):
+    weak = script("weak_draft")
+    weak.main([str(tmp_path / "same"), "--noise", "0"])
+    weak.main([str(tmp_path / "weak"), "--noise", "0.6"])
+    same, noisy, packaged = (load_module(name) for name in (str(tmp_path / "same"), str(tmp_path / "weak"), "sums-draft"))
+    for one, other in zip(same.parameters(), packaged.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert any(not torch.equal(one, other) for one, other in zip(noisy.parameters(), packaged.parameters(), strict=True))
