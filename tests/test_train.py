@@ -386,7 +386,7 @@ KILLS = {
     "while the second checkpoint replaces the first": lambda: _die_in_checkpoint(2),
     "between a checkpoint and its figures": lambda: _die_at(fit, "_write_metrics"),
     "between the last checkpoint and its figures": lambda: _die_at(fit, "_write_metrics", 3),
-    "between the last epoch and the head": lambda: _die_at(head_training, "_write_head"),
+    "between the last epoch and the head": lambda: _die_at(head_training, "write_head_of"),
     "between the head and train.json": lambda: _die_at(head_training, "sha256"),
 }
 
