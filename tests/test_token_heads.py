@@ -49,7 +49,7 @@ def table():
 
 
 def test_classes_are_those_of_the_strings(table):
-    assert [NAMES[kind] for kind in table.kind.tolist()] == CLASS
+    assert [NAMES[kind] for kind in table.kind.tolist()] == [*CLASS, "special"]
 
 
 def test_features_of_every_three_tokens_are_those_of_their_strings(table):
@@ -67,7 +67,15 @@ def test_small_vocabularies_and_any_shape_will_do(size):
     table = TokenTable.of(STRINGS[3 : 3 + size])
     rows = torch.rand(2, 3, size).softmax(-1)
     assert table.features(rows, rows, torch.full((2, 3), -1)).shape == (2, 3, COUNT)
-    assert TokenTable.of([]).kind.shape == (0,)
+    assert TokenTable.of([]).kind.shape == (1,)
+
+
+def test_ids_beyond_the_vocabulary_are_special(table):
+    """Engines pad the rows of a model."""
+    rows = torch.eye(len(STRINGS) + 5)
+    found = table.features(rows[[-1]], rows[[-5]], torch.tensor([len(STRINGS) + 2]))
+    expected = [float(name == "special") for _ in range(3) for name in NAMES]
+    assert found[0, : 3 * len(NAMES)].tolist() == expected
 
 
 def test_the_table_of_a_tokenizer_knows_its_marks_of_spaces_and_what_it_lacks():
@@ -75,7 +83,7 @@ def test_the_table_of_a_tokenizer_knows_its_marks_of_spaces_and_what_it_lacks():
     assert {NAMES[kind] for kind in table.kind.tolist()} >= {"number", "operator", "word", "special"}
     assert NAMES[table.kind[1999]] == "special", "no token of the tokenizer"
     words = token_table(tokenizer(9), 9)
-    assert [NAMES[kind] for kind in words.kind.tolist()] == ["piece", "special", *["piece"] * 7]
+    assert [NAMES[kind] for kind in words.kind.tolist()] == ["piece", "special", *["piece"] * 7, "special"]
     assert words.sha256 == token_table(tokenizer(9), 9).sha256 != token_table(tokenizer(9), 8).sha256
 
 

@@ -13,6 +13,7 @@ from diversed.files import sha256
 from diversed.runtime.model import make_pair
 from diversed.runtime.sampling import Sampling, beliefs, probabilities
 from diversed.runtime.uniforms import uniforms
+from diversed.runtime.vocabulary import token_table
 from diversed.verifier.head import WeightHead
 from diversed.verifier.law import DraftTree, draw
 from diversed.verifier.methods import METHODS
@@ -65,18 +66,18 @@ def bundle(pair, tmp_path_factory):
     return gate(pair, tmp_path_factory.mktemp("gate"))
 
 
-def gate(pair, folder, features="logits", **card):
+def gate(pair, folder, features="logits", offset="", **card):
     """A gate of random weights as a bundle; its weights lie far apart."""
     torch.manual_seed(0)
     sizes = {"draft_hidden": 64, "target_hidden": 64, "width": 0}
-    head = WeightHead(features, **sizes)
+    head = WeightHead(features, **sizes, offset=offset)
     torch.nn.init.normal_(head.net.weight, std=2)
     models = {
         role: {"name": model.name, "hash": model.hash, "hidden_size": 64}
         for role, model in (("target", pair.target), ("draft", pair.draft))
     }
     manifest = models | {"tokenizer": "c", "vocab": VOCAB, "sampling": vars(Sampling()), "task": "sums"} | card
-    record = {"head": {"features": features} | sizes, "manifest": manifest | {"relaxation": "none"}}
+    record = {"head": {"features": features, "offset": offset} | sizes, "manifest": manifest | {"relaxation": "none"}}
     (folder / "train").mkdir()
     save_file(head.state_dict(), folder / "train" / "head.safetensors")
     record |= {"traces_sha256": "d" * 64, "head_sha256": sha256(folder / "train" / "head.safetensors")}
@@ -151,8 +152,10 @@ ASKED = [
 SIZE = 6  # of the vocabulary
 
 
-@pytest.fixture(params=["ensemble:0.6", "learned", "learned;bias=2", "lenient:0.5", "none"])
-def relaxation(request, bundle):
+@pytest.fixture(params=["ensemble:0.6", "learned", "learned;bias=2", "tokens", "lenient:0.5", "none"])
+def relaxation(request, pair, bundle, tmp_path):
+    if request.param == "tokens":
+        return gate(pair, tmp_path, "logits+tokens", "divergence:0.5")
     return request.param.replace("learned", bundle)
 
 
@@ -203,7 +206,7 @@ def texts(answer):
     return [row[:number] for row, number in zip(sampled.tolist(), count.tolist(), strict=True)]
 
 
-def alone(found, given, index, relaxation, method):
+def alone(found, given, index, relaxation, method, pair):
     """What our loop gives a request: its own chain, rows by `probabilities`, the law of the relaxed tree, one draw; and
     vLLM's plain sampler where nothing was drafted, so that a seed gives one text whatever batch it is in.
     """
@@ -228,7 +231,8 @@ def alone(found, given, index, relaxation, method):
     parents = tuple(range(-1, drafted))
     raw = given["logits"][first : first + drafted + 1], given["draft_logits"][slot, :drafted]
     p, q = beliefs(raw[0])[None], torch.cat([beliefs(raw[1])[None], leaf], 1)
-    weight = head.weight(q, p, bias=rule.bias or 0.0) if head else None
+    table = token_table(pair.tokenizer, VOCAB)
+    weight = head.weight(q, p, bias=rule.bias or 0.0, before=tokens, table=table) if head else None
     options = {"believed": Believed(p, q), "greedy": sampling.greedy, "filtered": sampling.filters}
     relaxed = relax(DraftTree(tokens, parents, draft, target), rule, weight, **options).target
     coins = uniforms(torch.tensor([asked["seed"]]), given["pos"][first : first + 1] + 1, 2)
@@ -244,7 +248,7 @@ def test_a_batch_of_vllm_gets_the_verdicts_of_each_request_alone(pair, relaxatio
     lengths = set()
     for seed in range(4):
         given = inputs(seed)
-        expected = [alone(found, given, index, relaxation, method) for index in range(len(ASKED))]
+        expected = [alone(found, given, index, relaxation, method, pair) for index in range(len(ASKED))]
         assert texts(found._verify(**given)) == expected
         with monkeypatch.context() as patch:
             patch.setattr(found, "kernel", METHODS[plugin.METHOD[method]].kernel)

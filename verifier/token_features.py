@@ -40,11 +40,11 @@ COUNT = len(WHO) * len(NAMES) + len(RELATIONS)
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Of every token of a vocabulary.
+    """Of every token of a vocabulary, and in a last row of all ids beyond it: engines pad rows.
 
-    kind:    [V] int64, its class, an index of NAMES.
-    folded:  [V] int64, the same number for strings that differ in case or outer spaces alone.
-    letters: [V, LETTERS] int32, code points of its first letters without outer spaces, 0 behind.
+    kind:    [V + 1] int64, its class, an index of NAMES.
+    folded:  [V + 1] int64, the same number for strings that differ in case or outer spaces alone.
+    letters: [V + 1, LETTERS] int32, code points of its first letters, no outer spaces, 0 behind.
     """
 
     kind: Tensor
@@ -54,9 +54,9 @@ class TokenTable:
     @classmethod
     def of(cls, strings: Sequence[str], special: Sequence[int] = ()) -> TokenTable:
         """The table of strings, the token's own each; special: ids of special tokens."""
-        steering, numbers = set(special), {}
+        steering, numbers = {*special, len(strings)}, {}
         kinds, folded, letters = [], [], []
-        for token, text in enumerate(strings):
+        for token, text in enumerate([*strings, ""]):
             bare = text.strip()
             kinds.append(NAMES.index("special" if token in steering else _class(text)))
             folded.append(numbers.setdefault(bare.casefold(), len(numbers)))
@@ -80,8 +80,10 @@ class TokenTable:
 
         draft, target: rows [..., V]; before: [...] the token that precedes them, int64.
         """
-        theirs, ours = draft.argmax(-1), target.argmax(-1)
-        kinds = [self.kind[token] for token in (ours, theirs, before.clamp_min(0))]
+        last = len(self.kind) - 1
+        ids = target.argmax(-1), draft.argmax(-1), before.clamp_min(0)
+        ours, theirs, before = (token.clamp_max(last) for token in ids)
+        kinds = [self.kind[token] for token in (ours, theirs, before)]
         same = ours == theirs
         number = NAMES.index("number")
         one, other = self.letters[ours], self.letters[theirs]
