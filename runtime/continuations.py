@@ -73,9 +73,10 @@ class Branches:
         for start in range(0, len(branches), self.most):
             yield branches[start : start + self.most]
 
-    def _begun(self, chunk: Sequence[Branch], room: int) -> tuple[Rows, int]:
-        """(rows that hold what the branches keep, with the branches' tokens as roots; number of
-        slots that are filled). room: new slots of a row.
+    def _begun(self, chunk: Sequence[Branch], room: int) -> Rows:
+        """Rows that hold what the branches keep, with the branches' tokens as roots.
+
+        room: new slots of a row.
         """
         target = self.pair.target
         owners = sorted({branch.text for branch in chunk})
@@ -94,7 +95,7 @@ class Branches:
         def column(values: list[int]) -> Tensor:
             return torch.tensor(values, device=target.device)
 
-        rows = Rows(
+        return Rows(
             names=list(range(len(chunk))),
             texts=column(list(range(len(chunk)))),
             seed=column([branch.seed for branch in chunk]),
@@ -103,7 +104,6 @@ class Branches:
             caches=[cache],
             base=base,
         )
-        return rows, base
 
     def _continue(
         self, chunk: Sequence[Branch], stops: Stops, max_new_tokens: int
@@ -114,23 +114,23 @@ class Branches:
             ended = text[-1] in self.pair.eos or stops.ended(text)
             return not ended and len(text) < max_new_tokens
 
-        alive = [row for row, text in enumerate(texts) if goes_on(text)]
-        if not alive:
+        going = {row for row, text in enumerate(texts) if goes_on(text)}
+        if not going:
             return texts
-        room = max_new_tokens - min(len(texts[row]) for row in alive)
-        rows, _ = self._begun(chunk, room)
-        rows.select(alive)
+        room = max_new_tokens - min(len(texts[row]) for row in going)
+        rows = self._begun(chunk, room)
+        rows.select(sorted(going))
         for position in range(room):
-            new = self._next(rows, position).tolist()
-            rows.last = torch.tensor(new, device=rows.length.device).unsqueeze(1)
-            for row, owner in enumerate(rows.names):
-                if goes_on(texts[owner]):
-                    texts[owner].append(new[row])
-            alive = [row for row, owner in enumerate(rows.names) if goes_on(texts[owner])]
-            if not alive:
+            new = self._next(rows, position)
+            rows.last = new.unsqueeze(1)
+            for owner, token in zip(rows.names, new.tolist(), strict=True):
+                if owner in going:
+                    texts[owner].append(token)
+                    if not goes_on(texts[owner]):
+                        going.remove(owner)
+            if not going:
                 break
-            if len(alive) <= 0.75 * len(rows.names):
-                rows.select(alive)
+            rows.drop_all_but([row for row, owner in enumerate(rows.names) if owner in going])
         return texts
 
     def _next(self, rows: Rows, position: int) -> Tensor:
@@ -140,7 +140,7 @@ class Branches:
         return inverse_cdf(probabilities(logits, self.sampling), coins).squeeze(1)
 
     def _forced(self, chunk: Sequence[Branch], count: int) -> list[float]:
-        rows, _ = self._begun(chunk, count + 1)
+        rows = self._begun(chunk, count + 1)
         behind = [self.texts[b.text][b.kept + 1 : b.kept + 1 + count] for b in chunk]
         tokens, numbers = padded([[0, *tokens] for tokens in behind], rows.last.device)
         tokens[:, :1] = rows.last

@@ -106,15 +106,14 @@ class Sampler:
             caches=caches,
             base=longest - 1,
         )
-        return self._texts(state, len(repeat), given)
+        return self._texts(state, len(repeat), padded(given, device)[0] if given else None)
 
-    def _texts(self, state: Rows, count: int, given: list[list[int]] | None = None) -> list[Sample]:
+    def _texts(self, state: Rows, count: int, given: Tensor | None) -> list[Sample]:
         texts = [Sample() for _ in range(count)]
         steps: list[tuple[list[int], dict[str, Tensor]]] = []
         for position in range(self.max_new_tokens):
-            owners, told = state.texts.tolist(), None
-            if given:  # a row that has ended waits with any token
-                told = [(given[owner] + [0] * position)[position] for owner in owners]
+            owners = state.texts.tolist()
+            told = None if given is None else given[state.texts, position]
             new, columns = self._step(state, position, told)
             chosen = new.tolist()
             steps.append((owners, {name: column.cpu() for name, column in columns.items()}))
@@ -128,8 +127,7 @@ class Sampler:
             if not alive:
                 break
             state.last = new.unsqueeze(1)
-            if len(alive) <= 0.75 * len(owners):
-                state.select(alive)
+            state.drop_all_but(alive)
         self._collect(texts, steps)
         return texts
 
@@ -148,12 +146,12 @@ class Sampler:
             text.columns = {name: torch.stack(values) for name, values in part.items()}
 
     def _step(
-        self, state: Rows, position: int, told: list[int] | None = None
+        self, state: Rows, position: int, told: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One token for every row: tokens [B] and the columns of the trace at this position, each
         [B, ...].
 
-        told: the tokens [B], if they are not drawn.
+        told: [B] the tokens, if they are not drawn.
         """
         needs_hidden = self.hidden or self.relaxer.needs_hidden
         models = (self.pair.target, self.pair.draft)
@@ -174,8 +172,8 @@ class Sampler:
         relaxed = self.relaxer(tree, hidden, believed=believing)
         coins = uniforms(state.seed, state.length + position + 1, 3)
         token, substituted = couple(target, relaxed.tree.target[:, 0], coins)
-        if told:
-            token = torch.tensor(told, device=token.device)
+        if told is not None:
+            token = told
         if self.sampling.filters:  # the draft's row as it is blended
             kept = on_target(target, draft)
             draft = torch.where(kept.amax(-1, keepdim=True) > 0, kept, target)
@@ -227,6 +225,11 @@ class Rows:
         visible = (seen < self.length[:, None, None]) | behind
         where = (self.length + position).unsqueeze(1) + ahead
         return model(tokens, where, visible, self.caches[side], slot, hidden)
+
+    def drop_all_but(self, rows: list[int]) -> None:
+        """Keep only these rows, if the others are so many that it pays."""
+        if len(rows) <= 0.75 * len(self.names):
+            self.select(rows)
 
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.length.device)
