@@ -25,22 +25,17 @@ from ..files import (
     write_object,
 )
 from ..runtime.bundle import head_sha256
-from ..runtime.engine import check_prompts
-from ..runtime.forward import Pair
 from ..runtime.groups import Models, SharedRun, check_filters
-from ..runtime.relaxer import contents, load_relaxer
-from ..runtime.rollouts import Sampler
+from ..runtime.relaxer import contents
 from ..runtime.sampling import Sampling
-from ..runtime.vocabulary import token_table
 from ..verifier.relax import parse
 from .columns import bytes_per_token
 from .first_look import EVENTS, LOOKED_AT, NUMBERS, FirstLook, choose_weight
 from .importance import Labeller, Labels
-from .prompts import checksum
 from .selection import SplitPrompts
 from .shards import ShardFolder
 from .traces import MANIFEST, Shard, read_shard, shard_name, write_shard
-from .writing import Writer
+from .writing import Asked, Writer
 
 # A text's random numbers are those of (seed << 44) ^ (prompt << 16) ^ sample, an int64.
 MOST_SEED, MOST_SAMPLES = (1 << 19) - 1, 1 << 16
@@ -117,57 +112,31 @@ def gather_traces(
     folder = run.folder(MANIFEST)
     if labels.label:
         rollouts = _without_relaxation(rollouts)
-    if rollouts.relaxation != AUTO:
-        parse(rollouts.relaxation)
     run.use_threads()
-    pair = models.load()
-    task = prompts.load()
-    new_tokens = prompts.max_new_tokens or task.max_new_tokens
-    most = room(pair, new_tokens)
-    encoded = task.encode_all(pair.tokenizer, prompts.max_prompt_tokens, most)
-    check_prompts(pair, dict(enumerate(encoded)), new_tokens)
+    asked = Asked.load(models, prompts)
     settings = {
-        **pair.settings,
+        **asked.settings,
         "sampling": vars(rollouts.sampling),
         "relaxation": rollouts.relaxation,
-        "seed": prompts.seed,
-        "prompts": len(encoded),
         "samples": rollouts.samples,
         "first_sample": rollouts.first_sample,
         "unit": stored.unit,
-        "max_prompt_tokens": prompts.max_prompt_tokens,
-        "max_new_tokens": new_tokens,
         "hidden": stored.hidden,
         "store_logits": stored.store_logits,
-        **task.settings,
-        "prompts_sha256": checksum(encoded),
-        "dtype": str(pair.target.dtype),
-        "device": str(pair.target.device),
         "threads": run.threads,
         "versions": versions(SCORING),
-        "token_table": token_table(pair.tokenizer, pair.vocab).sha256,
         **labels.settings,
     }
 
     def writer(relaxation: str, samples: int = rollouts.samples) -> Writer:
-        relaxer = load_relaxer(relaxation, pair, rollouts.sampling)
-        sampler = Sampler(
-            pair,
-            relaxer,
-            rollouts.sampling,
-            new_tokens,
-            task.stop,
-            stored.hidden,
-            stored.store_logits,
-        )
-        begin = rollouts.first_sample
-        return Writer(sampler, task, encoded, samples, begin, prompts.seed)
+        kept = {"hidden": stored.hidden, "store_logits": stored.store_logits}
+        return asked.writer(relaxation, rollouts.sampling, samples, rollouts.first_sample, **kept)
 
     if rollouts.relaxation == AUTO:
-        if not task.scores_text:
+        if not asked.task.scores_text:
             raise ValueError(
-                f"`relaxation` auto needs a task whose texts are right or wrong, and {task.name}"
-                " gives none a score; name one, such as ensemble:0.3"
+                f"`relaxation` auto needs a task whose texts are right or wrong, and"
+                f" {asked.task.name} gives none a score; name one, such as ensemble:0.3"
             )
         settings["relaxation"] = _chosen(run, settings, rollouts, writer)
     chosen = writer(settings["relaxation"])
@@ -320,14 +289,3 @@ class _Gathering:
                 f"with labels {costs['generated']} tokens were generated, and {costs['forced']}"
                 " were read without generating any; prompts are not counted"
             )
-
-
-def room(pair: Pair, new_tokens: int) -> int:
-    """Prompt tokens that fit both contexts beside `new_tokens` new ones."""
-    room = min(pair.target.max_positions, pair.draft.max_positions) - new_tokens
-    if room < 1:
-        raise ValueError(
-            f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of"
-            f" {room + new_tokens}; lower it"
-        )
-    return room

@@ -1,19 +1,87 @@
-"""Texts of a task, sampled, scored and laid out as a shard."""
+"""What a pair is asked; texts of a task, sampled, scored and laid out as a shard."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from ..runtime.engine import check_prompts
+from ..runtime.forward import Pair
+from ..runtime.groups import Models
+from ..runtime.relaxer import load_relaxer
 from ..runtime.rollouts import Sample, Sampler
+from ..runtime.sampling import Sampling
+from ..runtime.vocabulary import token_table
 from .first_look import FirstLook
+from .prompts import checksum
 from .scores import mean_log_probability
+from .selection import SplitPrompts
 from .tasks import Task
 from .traces import Shard
 
 STEPS = (1, 5)  # new tokens of the two timings whose difference is that of decoding steps
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pair and the prompts of a task that it continues.
+
+    prompts: token ids of each. new_tokens: that a text may have. options: which prompts they are.
+    """
+
+    pair: Pair
+    task: Task
+    prompts: list[list[int]]
+    new_tokens: int
+    options: SplitPrompts
+
+    @classmethod
+    def load(cls, models: Models, options: SplitPrompts) -> Asked:
+        """Load both models and the prompts; those that leave no room for a text are refused."""
+        pair, task = models.load(), options.load()
+        new_tokens = options.max_new_tokens or task.max_new_tokens
+        most = room(pair, new_tokens)
+        prompts = task.encode_all(pair.tokenizer, options.max_prompt_tokens, most)
+        check_prompts(pair, dict(enumerate(prompts)), new_tokens)
+        return cls(pair, task, prompts, new_tokens, options)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of it that decides a text, for the settings of a folder."""
+        return {
+            **self.pair.settings,
+            "seed": self.options.seed,
+            "prompts": len(self.prompts),
+            "max_prompt_tokens": self.options.max_prompt_tokens,
+            "max_new_tokens": self.new_tokens,
+            **self.task.settings,
+            "prompts_sha256": checksum(self.prompts),
+            "dtype": str(self.pair.target.dtype),
+            "device": str(self.pair.target.device),
+            "token_table": token_table(self.pair.tokenizer, self.pair.vocab).sha256,
+        }
+
+    def writer(
+        self,
+        relaxation: str,
+        sampling: Sampling,
+        samples: int,
+        first_sample: int = 0,
+        **stored: Any,
+    ) -> Writer:
+        """What writes `samples` texts for each prompt under a relaxation.
+
+        stored: fields of `Sampler` that say what is stored of a text.
+        """
+        relaxer = load_relaxer(relaxation, self.pair, sampling)
+        stop = self.task.stop
+        sampler = Sampler(self.pair, relaxer, sampling, self.new_tokens, stop, **stored)
+        seed = self.options.seed
+        return Writer(sampler, self.task, self.prompts, samples, first_sample, seed)
 
 
 @dataclass(frozen=True)
@@ -32,7 +100,7 @@ class Writer:
     first_sample: int
     seed: int
 
-    def texts(self, unit: range) -> tuple[list[Sample], list[int]]:
+    def texts(self, unit: Sequence[int]) -> tuple[list[Sample], list[int]]:
         """(texts of some of the prompts, the prompt of each)."""
         prompts = {number: self.prompts[number] for number in unit}
         texts = self.sampler.run(prompts, self.samples, self.seed_of)
@@ -89,3 +157,14 @@ def as_shard(
         finished=torch.tensor([text.finished for text in texts]),
         **columns,
     )
+
+
+def room(pair: Pair, new_tokens: int) -> int:
+    """Prompt tokens that fit both contexts beside `new_tokens` new ones."""
+    room = min(pair.target.max_positions, pair.draft.max_positions) - new_tokens
+    if room < 1:
+        raise ValueError(
+            f"`max_new_tokens` {new_tokens} leaves no room for a prompt in a context of"
+            f" {room + new_tokens}; lower it"
+        )
+    return room

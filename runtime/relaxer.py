@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from ..files import code_sha256
+from ..verifier.head import WeightHead
 from ..verifier.law import DraftTree
 from ..verifier.methods import is_lossy
 from ..verifier.relax import Believed, Relaxation, parse, substitutions, unchecked_relax
+from ..verifier.token_features import TokenTable
 from .bundle import Bundle, head_sha256, load_bundle
 from .forward import Pair
 from .sampling import Sampling, beliefs
@@ -197,8 +199,7 @@ def bundle_relaxer(
     tokenizer=None,
 ) -> Relaxer:
     """The relaxer of a bundle's head; a head that reads tokens needs the pair's tokenizer."""
-    head, bias = bundle.head.to(device), rule.bias or 0.0
-    table = None
+    head, table = bundle.head.to(device), None
     if head.needs_tokens:
         table = token_table(tokenizer, bundle.card.vocab)
         if bundle.card.token_table not in ("", table.sha256):
@@ -207,6 +208,16 @@ def bundle_relaxer(
                 " tokens are others; use the pair that its card names"
             )
         table = table.to(device)
+    return head_relaxer(settled(rule, bundle), head, sampling, table)
+
+
+def head_relaxer(
+    rule: Relaxation, head: WeightHead, sampling: Sampling, table: TokenTable | None
+) -> Relaxer:
+    """The relaxer of a head, with the classes of tokens if it reads them; both are on the device of
+    the rows.
+    """
+    bias = rule.bias or 0.0
 
     def weigh(
         draft: Tensor, target: Tensor, hidden: Tensor | None, before: Tensor | None = None
@@ -214,11 +225,7 @@ def bundle_relaxer(
         return head.weight(draft, target, hidden, bias, before, table)
 
     return Relaxer(
-        settled(rule, bundle),
-        weigh,
-        head.needs_hidden,
-        sampling=sampling,
-        needs_tokens=head.needs_tokens,
+        rule, weigh, head.needs_hidden, sampling=sampling, needs_tokens=head.needs_tokens
     )
 
 

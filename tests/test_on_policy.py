@@ -28,9 +28,10 @@ def module_of(features="logits", updates=None, prompts=((2, 3),), length=3, scor
     task = SimpleNamespace(name="odd", scores_text=True, score=score, examples=[None] * len(prompts))
     hidden = features in ("hidden", "both", "tokens+hidden", "logits+tokens+hidden")
     sampler = Sampler(pair, load_relaxer("ensemble:0.5", pair, Sampling()), Sampling(), length, hidden=hidden)
-    writer = Writer(sampler, task, [list(prompt) for prompt in prompts], 4, 0, 3)
+    updates = updates or Updates()
+    writer = Writer(sampler, task, [list(prompt) for prompt in prompts], updates.samples, 0, 3)
     torch.manual_seed(1)
-    module = OnPolicyHead(HeadOptions(features=features, acceptance="sum", lambda_=0.3), writer, updates or Updates())
+    module = OnPolicyHead(HeadOptions(features=features, acceptance="sum", lambda_=0.3), writer, updates)
     last = module.head.net[-1] if module.head.width else module.head.net
     last.weight.data.normal_()
     return pair, module
@@ -46,7 +47,7 @@ def test_texts_have_the_law_of_the_head_as_it_is():
             module.head.net.bias += shift
             law = relaxed_law(pair, [2, 3], "learned", 3, gate=gate).double()
         writer = replace(module.writer, sampler=replace(module.writer.sampler, relaxer=module._relaxer()))
-        token = torch.tensor([text.tokens for text in module._texts(0, writer)])
+        token = torch.tensor([text.tokens for text in module._texts(0, writer)[0]])
         place = token @ torch.tensor([VOCAB**2, VOCAB, 1])
         found = torch.bincount(place, minlength=VOCAB**3) / count
         error = (found - law).abs() / (law * (1 - law) / count).sqrt().clamp_min(1e-4)
@@ -88,7 +89,8 @@ def test_advantages_are_rewards_over_their_spread():
 
 def test_prompts_are_taken_in_turns_and_no_text_comes_twice():
     _, module = module_of(updates=Updates(prompts_per_update=2, samples=4), prompts=((2, 3), (1, 0), (3, 3)))
-    taken = [place for update in range(6) for place in module._prompts(update)]
+    chosen = [module._prompts(update) for update in range(6)]
+    taken = [(prompt, turn) for each in chosen for turn, prompts in each.items() for prompt in prompts]
     assert len(set(taken)) == len(taken) == 12
     for turn in range(4):
         assert sorted(prompt for prompt, when in taken if when == turn) == [0, 1, 2]

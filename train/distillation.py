@@ -38,7 +38,7 @@ from ..runtime.model import adapter_base
 from ..runtime.sampling import Sampling
 from .draft import DraftModule, Fitting, Pace, Texts, refuse_other_output
 from .draft_weights import DraftWeights, Trained, cut_draft
-from .fit import CHECKPOINT, build_trainer, fit, quiet, settle
+from .fit import CHECKPOINT, build_trainer, fit, on_device, quiet, refuse_spread, settle
 
 DONE = "distill.json"
 UNIT = 32  # prompts per shard of the texts
@@ -131,14 +131,12 @@ def distill_draft(
 def _train(folder: Path, module: DraftModule, device: str) -> None:
     """Train in the folder, or continue; the module has the weights of the best epoch then."""
     print(module.announcement(), flush=True)
-    kind, _, number = device.partition(":")
     trainer = build_trainer(
         folder,
         callbacks=Pace(),
         max_epochs=module.fitting.epochs,
         gradient_clip_val=CLIP,
-        accelerator=kind,
-        devices=1 if kind == "cpu" else [int(number or 0)],
+        **on_device(device),
     )
     fit(trainer, module, module.loader(), folder)
 
@@ -170,11 +168,7 @@ def _report(folder: Path, module: DraftModule, origin: dict) -> None:
 def _refuse_bad(models: Models, prompts: LongPrompts, trained: Trained) -> None:
     """ValueError with a sentence for options that do not fit together, before a model is loaded."""
     within(2, prompts=prompts.prompts)  # one to train on, one held out
-    if models.device == "auto":
-        raise ValueError(
-            "`device` must be one device such as cpu or cuda:0; training does not spread a model,"
-            " got auto"
-        )
+    refuse_spread(models.device)
     if not (trained.layers or trained.full) and adapter_base(models.draft):
         raise ValueError(
             f"`draft` {models.draft} is an adapter already; give its base, or --full true"

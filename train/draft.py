@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from ..data.batches import Order, check_share, parted
-from ..data.gathering import room
 from ..data.tasks import DataOptions, load_task
 from ..data.traces import read_manifest, read_shards
+from ..data.writing import room
 from ..files import Progress, within
 from ..runtime.forward import Pair
 from ..runtime.sampling import Sampling, probabilities

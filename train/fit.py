@@ -219,6 +219,21 @@ def build_trainer(out: str | Path, *, plugins: Any = None, callbacks: Any = None
     return Trainer(**options, callbacks=callbacks, plugins=[*_listed(plugins), _WholeFiles()])
 
 
+def on_device(device: str) -> dict[str, Any]:
+    """The options of a Trainer that trains on one device, such as cpu or cuda:1."""
+    kind, _, number = device.partition(":")
+    return {"accelerator": kind, "devices": 1 if kind == "cpu" else [int(number or 0)]}
+
+
+def refuse_spread(device: str) -> None:
+    """ValueError for a device that is several."""
+    if device == "auto":
+        raise ValueError(
+            "`device` must be one device such as cpu or cuda:0; training does not spread a model,"
+            " got auto"
+        )
+
+
 def fit(trainer: Trainer, module: Training, data: Any, folder: Path) -> None:
     """Train, or continue after the last finished epoch.
 

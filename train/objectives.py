@@ -165,12 +165,17 @@ def attribution(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
         alone, is neither 0 nor 1; perhaps harm [B, T], see `labelled`.
     """
     told = labelled_harm(logit, trace) if "harm" in trace else 0
-    harm = torch.where(trace["mask"] & trace["substituted"], (-logit).clamp(-20, 5).exp(), 0).sum(1)
+    harm = torch.where(trace["mask"] & trace["substituted"], harm_of(logit), 0).sum(1)
     reward, base = trace["reward"], trace["base"]
     if trace["graded"].any():
         return (reward - base + harm).square().mean() + told
     success = base.clamp(TINY, 1 - 1e-6).log() - harm
     return told - torch.where(reward == 1, success, torch.log(-torch.expm1(success))).mean()
+
+
+def harm_of(logit: Tensor) -> Tensor:
+    """[...] exp(-logit), the harm of a substitution; the bounds keep it above 0 and finite."""
+    return (-logit).clamp(-20, 5).exp()
 
 
 def labelled(trace: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,7 +192,7 @@ def labelled_harm(logit: Tensor, trace: dict[str, Tensor]) -> Tensor:
     P(harm) = 1 - exp(-h) and h = exp(-logit); the squared error of h itself for graded rewards.
     """
     harm, known = labelled(trace)
-    rate = (-logit).clamp(-20, 5).exp()
+    rate = harm_of(logit)
     if trace["graded"].any():
         error = (rate - harm).square()
     else:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from pytorch_lightning import LightningDataModule, seed_everything
@@ -26,26 +25,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.batches import PADDED, collate
-from ..data.gathering import MOST_SEED, room
-from ..data.prompts import checksum
+from ..data.gathering import MOST_SAMPLES, MOST_SEED
 from ..data.selection import SplitPrompts
 from ..data.traces import FORMAT
-from ..data.writing import Writer
+from ..data.writing import Asked, Writer
 from ..files import SCORING, exclusive, read_settings, versions, within
 from ..runtime.bundle import HEAD, head_sha256
-from ..runtime.engine import check_prompts
 from ..runtime.groups import Models, Run, check_filters
-from ..runtime.relaxer import Relaxer, load_relaxer
-from ..runtime.rollouts import Sample, Sampler
+from ..runtime.relaxer import Relaxer, head_relaxer
+from ..runtime.rollouts import Sample
 from ..runtime.sampling import Sampling
-from ..runtime.vocabulary import token_table
 from ..verifier.relax import parse
-from .fit import build_trainer, fit, quiet, sentences, settle
+from .fit import build_trainer, fit, on_device, quiet, refuse_spread, sentences, settle
 from .head_training import write_head_of
 from .module import HeadModule, HeadOptions
 from .record import RECORD, refuse_other_head
-
-MOST_VISITS = 1 << 16  # texts of one prompt, see gathering
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Updates:
 
     def __post_init__(self):
         within(1, updates=self.updates, prompts_per_update=self.prompts_per_update)
-        within(1, MOST_VISITS, samples=self.samples)
+        within(1, MOST_SAMPLES, samples=self.samples)
         check_filters(self.sampling)
         if not 0 < self.first_weight < 1:
             raise ValueError(f"`first_weight` must lie between 0 and 1, got {self.first_weight}")
@@ -85,16 +79,23 @@ def reinforce_head(
     """Train a head on-policy, or continue; the folder it is in."""
     _refuse_other_objectives(options)
     options.check()
+    refuse_spread(models.device)
     within(0, MOST_SEED, seed=prompts.seed)
     folder = Path(run.out)
     with quiet(), sentences(), exclusive(folder):
         run.use_threads()
-        writer = _writer(models, prompts, updates, options.needs_hidden)
+        asked = Asked.load(models, prompts)
+        manifest = {
+            "format": FORMAT,
+            **asked.settings,
+            "sampling": vars(updates.sampling),
+            "relaxation": f"ensemble:{updates.first_weight}",
+        }
         settings = {
             "on_policy": vars(updates) | {"sampling": vars(updates.sampling)},
             **vars(options),
-            **_manifest(writer, updates),
-            "max_prompt_tokens": prompts.max_prompt_tokens,
+            **manifest,
+            "traces_sha256": "",
             "start_sha256": head_sha256(Path(options.start)) if options.start else None,
             "threads": run.threads,
             "versions": versions(("diversed", "torch", "pytorch-lightning", *SCORING)),
@@ -106,10 +107,14 @@ def reinforce_head(
             return folder
         settle(folder, settings)
         seed_everything(prompts.seed, verbose=False)
+        start = manifest["relaxation"]
+        stored = {"hidden": options.needs_hidden}
+        writer = asked.writer(start, updates.sampling, updates.samples, **stored)
         module = OnPolicyHead(options, writer, updates)
-        trainer = build_trainer(folder, max_epochs=updates.updates, log_every_n_steps=1)
+        place = on_device(models.device)
+        trainer = build_trainer(folder, max_epochs=updates.updates, log_every_n_steps=1, **place)
         fit(trainer, module, FreshTexts(module), folder)
-        write_head_of(folder, module, [], settings, _manifest(writer, updates))
+        write_head_of(folder, module, [], settings, manifest)
     return folder
 
 
@@ -120,35 +125,6 @@ def _refuse_other_objectives(options: HeadOptions) -> None:
             f" and without patience, got {options.objective}, {options.blend} and"
             f" {options.patience}; for others gather texts and use `diversed train`"
         )
-
-
-def _writer(models: Models, prompts: SplitPrompts, updates: Updates, hidden: bool) -> Writer:
-    """What decodes and scores the texts of the task, at first at the constant weight."""
-    pair, task = models.load(), prompts.load()
-    new_tokens = prompts.max_new_tokens or task.max_new_tokens
-    encoded = task.encode_all(pair.tokenizer, prompts.max_prompt_tokens, room(pair, new_tokens))
-    check_prompts(pair, dict(enumerate(encoded)), new_tokens)
-    start = load_relaxer(f"ensemble:{updates.first_weight}", pair, updates.sampling)
-    sampler = Sampler(pair, start, updates.sampling, new_tokens, task.stop, hidden)
-    return Writer(sampler, task, encoded, updates.samples, 0, prompts.seed)
-
-
-def _manifest(writer: Writer, updates: Updates) -> dict[str, Any]:
-    """What a head of these texts is for, as in a folder of traces."""
-    pair = writer.sampler.pair
-    return {
-        "format": FORMAT,
-        **pair.settings,
-        "sampling": vars(updates.sampling),
-        "relaxation": f"ensemble:{updates.first_weight}",
-        "seed": writer.seed,
-        "prompts": len(writer.prompts),
-        "max_new_tokens": writer.sampler.max_new_tokens,
-        **writer.task.settings,
-        "prompts_sha256": checksum(writer.prompts),
-        "token_table": token_table(pair.tokenizer, pair.vocab).sha256,
-        "traces_sha256": "",
-    }
 
 
 class OnPolicyHead(HeadModule):
@@ -166,36 +142,28 @@ class OnPolicyHead(HeadModule):
 
     def setup(self, stage: str) -> None:
         if self.trainer.ckpt_path is None:
-            texts = self._texts(0, self.writer)
-            columns = {name: torch.cat([text.columns[name] for text in texts]) for name in INPUTS}
-            hidden = None
-            if self.options.needs_hidden:
-                hidden = torch.cat([text.columns["hidden"] for text in texts])
-            self.start_from(columns["features"], hidden, columns["weight"])
+            texts, _ = self._texts(0, self.writer)
+            names = texts[0].columns
+            columns = {name: torch.cat([text.columns[name] for text in texts]) for name in names}
+            self.start_from(columns["features"], columns.get("hidden"), columns["weight"])
             self.spent = sum(len(text.tokens) for text in texts)
 
     def fresh(self, update: int) -> list[dict[str, Tensor]]:
         """The texts of an update, as items of a batch."""
         sampler = replace(self.writer.sampler, relaxer=self._relaxer())
         writer = replace(self.writer, sampler=sampler)
-        texts = self._texts(update, writer)
-        owners = self._owners(update)
+        texts, owners = self._texts(update, writer)
         rewards = [writer.reward(text, owner) for text, owner in zip(texts, owners, strict=True)]
-        reward = torch.tensor(rewards)
         self.told = {
             "generated": float(sum(len(text.tokens) for text in texts)),
             "finished": sum(text.finished for text in texts) / len(texts),
         }
-        advantage = normalised(reward)
+        reward = torch.tensor(rewards)
+        numbers = {"reward": reward, "advantage": normalised(reward)}
+        numbers["counts"] = torch.ones(len(texts), dtype=torch.bool)
         return [
             {name: column for name, column in text.columns.items() if name in PADDED}
-            | {
-                "reward": reward[number],
-                "advantage": advantage[number],
-                "base": reward.max(),
-                "graded": ((reward != 0) & (reward != 1)).any(),
-                "counts": torch.tensor(True),
-            }
+            | {name: column[number] for name, column in numbers.items()}
             for number, text in enumerate(texts)
         ]
 
@@ -215,53 +183,32 @@ class OnPolicyHead(HeadModule):
 
     def _relaxer(self) -> Relaxer:
         """The relaxation by the head as it is now."""
-        pair, head = self.writer.sampler.pair, self.head
-        table = None
-        if head.needs_tokens:
-            table = token_table(pair.tokenizer, pair.vocab).to(pair.target.device)
+        sampler = self.writer.sampler
+        table = sampler.table if self.head.needs_tokens else None
+        return head_relaxer(parse("learned"), self.head, sampler.sampling, table)
 
-        def weigh(draft: Tensor, target: Tensor, hidden: Tensor | None, before=None) -> Tensor:
-            place = next(head.parameters()).device
-            seen = hidden if hidden is None else hidden.to(place)
-            return head.weight(draft.to(place), target.to(place), seen, 0.0, before, table)
-
-        return Relaxer(
-            parse("learned"),
-            weigh,
-            head.needs_hidden,
-            sampling=self.writer.sampler.sampling,
-            needs_tokens=head.needs_tokens,
-        )
-
-    def _prompts(self, update: int) -> list[tuple[int, int]]:
-        """(prompt, how often it was taken before) of an update: all prompts in turns, each turn in
-        an order of its own.
+    def _prompts(self, update: int) -> dict[int, list[int]]:
+        """turn -> the prompts of an update: all prompts in turns, each turn in an order of its own,
+        so that an update may end one and begin the next.
         """
         count, taken = len(self.writer.prompts), self.updates.prompts_per_update
-        chosen = []
-        for place in range(update * taken, (update + 1) * taken):
-            turn, at = divmod(place, count)
+        first, chosen = update * taken, {}
+        for turn in range(first // count, (first + taken - 1) // count + 1):
             generator = torch.Generator().manual_seed((self.writer.seed << 20) + turn)
-            chosen.append((int(torch.randperm(count, generator=generator)[at]), turn))
+            order = torch.randperm(count, generator=generator).tolist()
+            begin = first - turn * count
+            chosen[turn] = order[max(begin, 0) : begin + taken]
         return chosen
 
-    def _owners(self, update: int) -> list[int]:
-        """The prompt of each text."""
-        samples = self.updates.samples
-        return [prompt for prompt, _ in self._prompts(update) for _ in range(samples)]
-
-    def _texts(self, update: int, writer: Writer) -> list[Sample]:
-        samples, texts = self.updates.samples, []
-        for turn in sorted({turn for _, turn in self._prompts(update)}):
-            within(0, MOST_VISITS - 1, **{"texts of a prompt": (turn + 1) * samples})
-            mine = replace(writer, first_sample=turn * samples)
-            numbers = [prompt for prompt, when in self._prompts(update) if when == turn]
-            prompts = {number: writer.prompts[number] for number in numbers}
-            texts += mine.sampler.run(prompts, samples, mine.seed_of)
-        return texts
-
-
-INPUTS = ("features", "weight")
+    def _texts(self, update: int, writer: Writer) -> tuple[list[Sample], list[int]]:
+        """(the texts of an update, the prompt of each)."""
+        samples, texts, owners = writer.samples, [], []
+        for turn, prompts in self._prompts(update).items():
+            within(0, MOST_SAMPLES - 1, **{"texts of a prompt": (turn + 1) * samples})
+            found = replace(writer, first_sample=turn * samples).texts(prompts)
+            texts += found[0]
+            owners += found[1]
+        return texts, owners
 
 
 def normalised(reward: Tensor) -> Tensor:
@@ -274,11 +221,10 @@ class FreshTexts(LightningDataModule):
 
     def __init__(self, module: OnPolicyHead):
         super().__init__()
-        self.module = module
+        self.stream = _Stream(module)
 
     def train_dataloader(self) -> DataLoader:
-        count = self.module.updates.prompts_per_update * self.module.updates.samples
-        return DataLoader(_Stream(self.module), count, collate_fn=collate)
+        return DataLoader(self.stream, len(self.stream), collate_fn=collate)
 
 
 class _Stream(IterableDataset):
@@ -289,4 +235,4 @@ class _Stream(IterableDataset):
         yield from self.module.fresh(self.module.current_epoch)
 
     def __len__(self) -> int:
-        return self.module.updates.prompts_per_update * self.module.updates.samples
+        return self.module.updates.prompts_per_update * self.module.writer.samples

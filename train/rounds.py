@@ -27,6 +27,7 @@ from ..files import write_whole
 from .datamodule import TraceModule, TraceOptions
 from .losses import OBJECTIVES
 from .module import logit_of
+from .objectives import harm_of
 from .record import read_trained
 
 BIASES = [step / 4 for step in range(-40, 17)]
@@ -130,7 +131,7 @@ def predicted_rewards(logit: Tensor, bias: float, trace: dict[str, Tensor], grad
         exp(-h).
     """
     substituted = torch.where(trace["mask"], torch.sigmoid(logit + bias) * trace["tv"], 0)
-    harm = (-logit).clamp(-20, 5).exp()
+    harm = harm_of(logit)
     if graded:
         return trace["base"] - (substituted * harm).sum(1)
     return trace["base"] * torch.log1p(substituted * torch.expm1(-harm)).sum(1).exp()
