@@ -28,7 +28,6 @@ from typing import Any
 import yaml
 from jsonargparse import ActionParser, ArgumentParser, get_loader
 
-from ..data.gathering import AUTO
 from ..eval.results import RESULTS, read_results
 from ..eval.results import SETTINGS as EVAL_SETTINGS
 from ..eval.summary import summarise
@@ -41,7 +40,7 @@ from ..train.fit import build_trainer, quiet, sentences
 from ..train.record import read_trained
 from ..train.rounds import Stages as RoundStages
 from ..train.rounds import run_rounds
-from ..verifier.relax import Relaxation, parse
+from ..verifier.relax import Relaxation
 from . import settings
 from .export import calibrated_from
 from .options import (
@@ -287,8 +286,6 @@ def _refuse_bad(
     places = {stage: dict.fromkeys(decided, out) for stage, decided in DECIDED.items()}
     asked = {stage: filled(command(stage), stages[stage] | places[stage]) for stage in DECIDED}
     train = stages["train"]
-    if stages["gather"]["relaxation"] != AUTO:
-        parse(stages["gather"]["relaxation"])
     asked["eval"]["grid"].cells()
     if ";" in out:
         raise ValueError(

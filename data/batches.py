@@ -57,19 +57,24 @@ class Texts(Dataset):
     ):
         self._reward, self._hidden, self._logits = reward, hidden, logits
         self._kept = (*SCALARS, *LOGITS * logits, *TOKENS * tokens)
-        labelled = [folder for folder in folders if read_manifest(folder).get("label")]
-        if labels == "all" and len(labelled) < len(folders):
-            bare = next(folder for folder in folders if folder not in labelled)
+        self._tokens = tokens
+        manifests = [read_manifest(folder) for folder in folders]
+        bare = [
+            folder for folder, each in zip(folders, manifests, strict=True) if not each.get("label")
+        ]
+        if labels == "all" and bare:
             raise ValueError(
-                f"{bare} holds no labels of importance, which this objective learns from; gather"
+                f"{bare[0]} holds no labels of importance, which this objective learns from; gather"
                 " with --label counterfactual, or train by attribution"
             )
-        self._labels = bool(labelled) and labels != "no"
+        self._labels = labels != "no" and len(bare) < len(folders)
         # The file of every text and its first position there, for hidden states.
         self._where: list[tuple[Path, int]] = []
         self._files: dict[Path, object] = {}
         parts = [
-            part for number, folder in enumerate(folders) for part in self._read(number, folder)
+            part
+            for number, folder in enumerate(folders)
+            for part in self._read(number, folder, manifests[number])
         ]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if self._labels:
@@ -83,18 +88,12 @@ class Texts(Dataset):
         self.group = self.prompt + (self.folder << 40)
         self.per_text: dict[str, Tensor] = {}
 
-    def _read(self, number: int, folder: str) -> Iterator[dict[str, Tensor]]:
+    def _read(self, number: int, folder: str, manifest: dict) -> Iterator[dict[str, Tensor]]:
         """The columns of every shard of folder `number`, and what is known of its texts."""
-        manifest = read_manifest(folder)
         for entry in manifest["shards"]:
             file = Path(folder) / entry["file"]
             shard = read_shard(folder, entry, manifest)
-            _refuse_unusable(file, shard, manifest, self._hidden, self._logits)
-            if "token_features" in self._kept and shard.token_features is None:
-                raise ValueError(
-                    f"{file} holds no classes of tokens, which this head reads: an earlier version"
-                    " wrote it; gather again, or train one with --model.features logits"
-                )
+            _refuse_unusable(file, shard, manifest, self._hidden, self._logits, self._tokens)
             harmful = {HARM: _harm(shard, manifest)} if self._labels else {}
             self._where += [(file, start) for start in shard.start[:-1].tolist()]
             yield {
@@ -219,7 +218,9 @@ def parted(prompt: Tensor, prompts: int, share: float, seed: int) -> tuple[Tenso
     return (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
 
 
-def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool) -> None:
+def _refuse_unusable(
+    file: Path, shard: Shard, manifest: dict, hidden: bool, logits: bool, tokens: bool
+) -> None:
     if shard.weight.isnan().any():
         raise ValueError(
             f"{file} was gathered with the relaxation {manifest['relaxation']!r}, which is not a"
@@ -230,6 +231,11 @@ def _refuse_unusable(file: Path, shard: Shard, manifest: dict, hidden: bool, log
         raise ValueError(
             f"{file} holds no hidden states, which this head reads; gather with --hidden true, or"
             " train one with --model.features logits"
+        )
+    if tokens and shard.token_features is None:
+        raise ValueError(
+            f"{file} holds no classes of tokens, which this head reads: an earlier version wrote"
+            " it; gather again, or train one with --model.features logits"
         )
     if logits and shard.target_top is None:
         raise ValueError(

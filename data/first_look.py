@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from ..verifier.head import FEATURES
 from .traces import Shard
@@ -65,7 +66,7 @@ class FirstLook:
     @property
     def reward(self) -> float:
         """The mean reward."""
-        return mean(self.rewards)
+        return fmean(self.rewards)
 
     @property
     def successes(self) -> int | None:
@@ -76,7 +77,7 @@ class FirstLook:
         alone = "none is without a substitution"
         if self.untouched:
             count = len(self.untouched)
-            alone = f"{mean(self.untouched):.3f} in the {count} without a substitution"
+            alone = f"{fmean(self.untouched):.3f} in the {count} without a substitution"
         return (
             f"first {self.texts} texts: {self.finished / self.texts:.0%} finished, mean"
             f" reward {self.reward:.3f} ({alone}), {self.substitutions:.1f} substitutions a text"
@@ -134,9 +135,9 @@ class FirstLook:
                 ", and none is without a substitution to tell whether the target succeeds: choose a"
                 " smaller weight (--relaxation auto finds one, and looks at the target alone)"
             )
-        if self.untouched and mean(self.untouched) > self.reward:
+        if fmean(self.untouched) > self.reward:
             return (
-                f", but {mean(self.untouched):.0%} of those without a substitution do: choose a"
+                f", but {fmean(self.untouched):.0%} of those without a substitution do: choose a"
                 " smaller weight (--relaxation auto does)"
             )
         return (
@@ -188,8 +189,3 @@ def rare(count: int, texts: int, share: float) -> bool:
     """
     terms = (math.comb(texts, k) * share**k * (1 - share) ** (texts - k) for k in range(count + 1))
     return sum(terms) < LEVEL
-
-
-def mean(values: list[float]) -> float:
-    """The arithmetic mean."""
-    return sum(values) / len(values)

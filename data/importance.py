@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ..files import within
 from ..runtime.continuations import Branch, Branches
+from ..runtime.groups import refuse_idle
 from .first_look import FirstLook, rare
 from .traces import Shard
 from .writing import Writer
 
-KINDS = ("counterfactual", "suffix")
 STRIDE = 6364136223846793005  # odd, so that different seeds stay different modulo 2^64
 FEW = 0.02  # of the labels are of the rarer kind: more would be needed than are gathered
 
@@ -73,9 +73,8 @@ class Labels:
             "suffix": {"label", "label_suffix", "label_threshold", "label_batch"},
         }
         if idle := idle - used[self.label]:
-            names = ", ".join(f"`{name}`" for name in sorted(idle))
             why = f"beside the label {self.label}" if self.label else "without `label`"
-            raise ValueError(f"{names} would change nothing {why}; leave it out")
+            refuse_idle(sorted(idle), why)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -142,8 +141,9 @@ class Labeller:
             objection = objection or look.failing()
         if not objection and rare(min(harmful, len(labels) - harmful), len(labels), FEW):
             objection = (
-                f"only {harmful} of the first {len(labels)} labels are harmful, so a head learns"
-                " little from more of them; choose another task, temperature or `label_threshold`"
+                f"{harmful} of the first {len(labels)} labels are harmful, nearly all say the same,"
+                " so a head learns little from more of them; choose another task, temperature or"
+                " `label_threshold`"
             )
         return said, objection
 

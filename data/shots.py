@@ -36,13 +36,6 @@ def until_done(answer: str) -> str:
     return f"{answer.strip()}\n[DONE]"
 
 
-def order(rows: int) -> Sequence[int]:
-    """0 .. rows - 1 in an order that depends on their number alone."""
-    import numpy
-
-    return numpy.random.default_rng(0).permutation(rows).tolist()
-
-
 def as_turns(shots: Sequence[Shot]) -> Turns:
     """The turns of user and assistant that stand before a prompt in a chat."""
     turns = []

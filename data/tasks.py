@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -459,14 +459,9 @@ def _shots(kind: Kind, options: DataOptions) -> list[Shot]:
             stacklevel=4,
         )
     source = _source(kind, options, "train")
-    read = cache(partial(_read, kind, source, options.skip_incomplete, {}))
-    members = _members(source, "train", read)
-    found = []
-    for index in shots.order(len(members)):
-        usable = read(members[index])
-        if usable and len(found) < options.shots:
-            row = kind.layout(source.rows[members[index]], source.place(members[index]))
-            found.append(_shot(kind, row, usable[1]))
+    _, usable = _shuffled(kind, source, "train", options.skip_incomplete, 0, {})
+    chosen = islice(usable, options.shots)
+    found = [_shot(kind, source, index, example) for index, example in chosen]
     if len(found) < options.shots:
         raise ValueError(
             f"`data.shots` is {options.shots}, the training split of {source.name} holds"
@@ -475,12 +470,13 @@ def _shots(kind: Kind, options: DataOptions) -> list[Shot]:
     return found
 
 
-def _shot(kind: Kind, row: dict[str, Any], example: Example) -> Shot:
+def _shot(kind: Kind, source: Source, index: int, example: Example) -> Shot:
     if example.turns:
         raise ValueError(
             f"{example.id} holds a conversation; put worked examples into the conversations as"
             " turns, without `data.shots`"
         )
+    row = kind.layout(source.rows[index], example.id)
     answer = text_of(row, kind.answer or kind.reference, example.id)
     return Shot(example.prompt, kind.shown(answer), example.id)
 
@@ -500,17 +496,11 @@ def _rows(
     kind: Kind, options: DataOptions, split: str, limit: int | None, seed: int, shown: list[Shot]
 ) -> tuple[list[Example], str]:
     """The examples in their order, and which they are; those that are shown are not asked."""
-    import numpy
-
     source = _source(kind, options, split)
     holes: dict[int, str] = {}
-    read = cache(partial(_read, kind, source, options.skip_incomplete, holes))
-    members = _members(source, split, read)
-    order = numpy.random.default_rng(seed).permutation(len(members))
-    found = (read(members[i]) for i in order)
-    usable = (text_and_example[1] for text_and_example in found if text_and_example)
+    members, usable = _shuffled(kind, source, split, options.skip_incomplete, seed, holes)
     prompts = {shot.prompt for shot in shown}
-    asked = (example for example in usable if example.prompt not in prompts)
+    asked = (example for _, example in usable if example.prompt not in prompts)
     examples = list(islice(asked, limit))
     what = f"the {split} split of {source.name}"
     first = holes[min(holes)] if holes else ""
@@ -527,7 +517,23 @@ def _rows(
             f"`limit` is {limit}, {what} holds {len(examples)} examples: all are used", stacklevel=4
         )
     carved = f" carved out as {split}" if source.carved else ""
-    return examples, f"{len(examples)} of {len(members)} rows{carved} of {source.name}"
+    return examples, f"{len(examples)} of {members} rows{carved} of {source.name}"
+
+
+def _shuffled(
+    kind: Kind, source: Source, split: str, skip: bool, seed: int, holes: dict[int, str]
+) -> tuple[int, Iterator[tuple[int, Example]]]:
+    """(number of the split's rows, index and example of each that can be used, shuffled by `seed`).
+
+    skip, holes: see `_read`.
+    """
+    import numpy
+
+    read = cache(partial(_read, kind, source, skip, holes))
+    members = _members(source, split, read)
+    order = numpy.random.default_rng(seed).permutation(len(members))
+    found = ((members[i], read(members[i])) for i in order)
+    return len(members), ((index, known[1]) for index, known in found if known)
 
 
 def _read(

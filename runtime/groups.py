@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -117,8 +118,7 @@ class Tree:
         elif relaxation == "none":
             idle, why = given & {"relax_leaf"}, "relaxation none, which relaxes nothing"
         if idle:
-            names = ", ".join(f"`{name}`" for name in sorted(idle))
-            raise ValueError(f"{names} would change nothing beside {why}; leave it out")
+            refuse_idle(sorted(idle), f"beside {why}")
 
 
 def check_filters(sampling: Sampling, temperatures: Sequence[float] = ()) -> None:
@@ -129,11 +129,14 @@ def check_filters(sampling: Sampling, temperatures: Sequence[float] = ()) -> Non
     idle = sampling != Sampling(sampling.temperature)
     if idle and not any(temperatures or [sampling.temperature]):
         names = [n for n, v in vars(sampling).items() if v != getattr(Sampling, n)]
-        names = [f"`sampling.{name}`" for name in names if name != "temperature"]
-        raise ValueError(
-            f"{', '.join(names)} would change nothing at temperature 0, where the most likely token"
-            " is taken; leave it out"
-        )
+        names = [f"sampling.{name}" for name in names if name != "temperature"]
+        refuse_idle(names, "at temperature 0, where the most likely token is taken")
+
+
+def refuse_idle(names: Sequence[str], why: str) -> NoReturn:
+    """ValueError for options that change nothing; why: the end of the sentence."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    raise ValueError(f"{listed} would change nothing {why}; leave it out")
 
 
 @dataclass(frozen=True)

@@ -163,12 +163,10 @@ def _refuse_too_few(trainer: Trainer, model: HeadModule, data: TraceModule) -> N
         )
     if model.objective.labels == "all":
         told = data.texts.harm[~data.texts.harm.isnan()]
-        if not len(told) or told.min() == told.max():
-            what = (
-                f"all {len(told)} labels say {told[0]:g}"
-                if len(told)
-                else "no position is labelled"
-            )
+        what = None if len(told) else "no position is labelled"
+        if len(told) and told.min() == told.max():
+            what = f"all {len(told)} labels say {told[0]:g}"
+        if what:
             raise ValueError(
                 f"{what} in {', '.join(map(str, data.folders))}, so there is nothing to learn"
                 " apart; gather more, or from another task"
